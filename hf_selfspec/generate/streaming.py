@@ -1,7 +1,7 @@
 """Streams text while it is generated, and marks the accepted draft tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,17 +13,11 @@ from ..errors import SettingError
 _UNFINISHED = "\ufffd"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece of text, of one token or of the few that make up a character.
-
-    Attributes:
-        text: the text.
-        from_draft: whether all of its tokens were drafted and accepted.
-    """
+class Piece(NamedTuple):
+    """A piece of text, of one token or of the few that make up a character."""
 
     text: str
-    from_draft: bool
+    from_draft: bool  # whether all of its tokens were drafted and accepted
 
 
 class MarkedStreamer(BaseStreamer):
