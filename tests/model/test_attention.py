@@ -75,15 +75,6 @@ def test_prompts_of_different_lengths_need_no_mask(llama: LlamaForCausalLM, name
     assert all(mask is None for mask in prompts)
 
 
-def test_sdpa_gets_one_additive_mask_a_forward(llama: LlamaForCausalLM) -> None:
-    """It would make one of a boolean mask in each layer."""
-    with Calls() as calls:
-        llama.generate(**RAGGED, **OPTIONS, assistant=SelfSpec.lookup())
-    masks = [mask for _, mask in calls.found if mask is not None]
-    assert {mask.dtype for mask in masks} == {torch.float32}
-    assert len({id(mask) for mask in masks}) == len(masks) / llama.config.num_hidden_layers
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_texts_continue_in_pieces(llama: LlamaForCausalLM, name: str, machine: Machine) -> None:
     """A mask over a long text is as large as a piece of it needs."""
@@ -177,13 +168,3 @@ def test_lines_of_even_rows_have_no_mask(
         assert all(type(mask) is CausalBias for mask in masks)
     else:
         assert any(type(mask) is torch.Tensor for mask in masks)
-
-
-def test_chats_continue_without_masks(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "takes_lines", lambda query, key: True)
-    ids, found = ROW["input_ids"], list[torch.Tensor]()
-    for assistant in (None, SelfSpec(EarlyExit(2), FixedLength(3))):
-        first = llama.generate(ids, **OPTIONS, return_dict_in_generate=True, assistant=assistant)
-        more = torch.cat([first.sequences, ids], dim=1)
-        found.append(llama.generate(more, **OPTIONS, assistant=assistant, **{PAST: first.past_key_values}))
-    assert torch.equal(*found)

@@ -19,25 +19,6 @@ from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTr
 PROMPT, NEW, LAYERS = 9, 10, 6
 
 
-class Reserved(TorchDispatchMode):
-    """Sizes of new tensors, in the order in which they are made: slots of keys and values, columns of ids."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.heads, self.width = model.config.num_key_value_heads, model.config.head_dim
-        self.slots: list[int] = []
-        self.columns: list[int] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = operation(*args, **kwargs or {})
-        if isinstance(found, torch.Tensor) and found.dim() > 1:
-            if found.shape[-1] == self.width and found.shape[-3:-2] == (self.heads,):
-                self.slots.append(found.shape[-2])
-            elif found.dim() == 2 and found.dtype == torch.long:
-                self.columns.append(found.shape[1])
-        return found
-
-
 SPECS: dict[str, tuple[SelfSpec, int]] = {
     "line": (SelfSpec(EarlyExit(3), FixedLength(1024), max_draft=1024), NEW + 1),
     "rule": (SelfSpec(EarlyExit(3), max_draft=1024), NEW + 1),
@@ -46,30 +27,15 @@ SPECS: dict[str, tuple[SelfSpec, int]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:OnTheFlySearch:UserWarning")  # its window is longer than the text
-@pytest.mark.parametrize("name", SPECS)
-def test_room_is_for_what_a_call_can_use(name: str, llama: LlamaForCausalLM) -> None:
-    spec, ahead = SPECS[name]
-    inputs, options = ragged_batch((PROMPT,)), {"max_new_tokens": NEW, "do_sample": False}
-    with Reserved(llama) as reserved:
-        ids = llama.generate(**inputs, **options, assistant=spec)
-    assert ids.tolist() == llama.generate(**inputs, **options).tolist()
-    # The line of the draft and its siblings, or the layers' copies; a quarter more where a buffer had to grow. Caches
-    # have multiples of 256 slots.
-    most = 1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1
-    assert PROMPT + NEW <= max(reserved.columns) <= most
-    assert PROMPT + NEW <= max(reserved.slots) <= 256 * math.ceil(most / 256)
-
-
 class Held(TorchDispatchMode):
     """Slots of keys or values that are in memory at the same time, all layers and rows together: at present, and the
-    most of them."""
+    most of them; and the most of one tensor."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
         self._shape = (model.config.num_key_value_heads, model.config.head_dim)
         self._tensors = Counter[int]()  # of each piece of memory
-        self.now = self.most = 0
+        self.now = self.most = self.longest = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operation(*args, **kwargs or {})
@@ -78,6 +44,7 @@ class Held(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 slots = storage.nbytes() // (math.prod(self._shape) * tensor.itemsize)
                 self._count(1, storage.data_ptr(), slots)
+                self.longest = max(self.longest, tensor.shape[-2])
                 weakref.finalize(tensor, self._count, -1, storage.data_ptr(), slots)
         return found
 
@@ -86,6 +53,20 @@ class Held(TorchDispatchMode):
         self._tensors[memory] += more
         self.now += slots * ((self._tensors[memory] > 0) - before)
         self.most = max(self.most, self.now)
+
+
+@pytest.mark.filterwarnings("ignore:OnTheFlySearch:UserWarning")  # its window is longer than the text
+@pytest.mark.parametrize("name", SPECS)
+def test_room_is_for_what_a_call_can_use(name: str, llama: LlamaForCausalLM) -> None:
+    spec, ahead = SPECS[name]
+    inputs, options = ragged_batch((PROMPT,)), {"max_new_tokens": NEW, "do_sample": False}
+    with Held(llama) as held:
+        ids = llama.generate(**inputs, **options, assistant=spec)
+    assert ids.tolist() == llama.generate(**inputs, **options).tolist()
+    # The line of the draft and its siblings, or the layers' copies; a quarter more where a buffer had to grow. Caches
+    # have multiples of 256 slots.
+    most = 1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1
+    assert PROMPT + NEW <= held.longest <= 256 * math.ceil(most / 256)
 
 
 def test_a_chat_holds_keys_and_values_once(llama: LlamaForCausalLM) -> None:
