@@ -20,11 +20,10 @@ from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, STATIC, Method, me
 pytestmark = pytest.mark.usefixtures("as_before")
 
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
-OURS = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
 
 
-def call(seconds: float, tokens: int, kind: str = "a", **more: Any) -> Call:
-    return Call(kind, [list(range(tokens))], seconds, **more)
+def call(seconds: float, tokens: int, **more: Any) -> Call:
+    return Call("a", [list(range(tokens))], seconds, **more)
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,13 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def mamba() -> MambaForCausalLM:
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=None)
-    return MambaForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def tiny_mamba() -> MambaForCausalLM:
+    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=None)
+    return MambaForCausalLM(config).eval()
 
 
 def test_speedups_are_spec_benchs() -> None:
@@ -68,21 +65,22 @@ def figures(seconds: dict[str, float], count: int = 21, differing: Any = (), **m
 
 
 def test_what_is_concluded() -> None:
-    tie, wrong = ({"prompt": 0, "row": 0, "position": 3, "margin": 0.1, "near_tie": near} for near in (True, False))
     ours = figures({PLAIN: 1.0, LAYERS: 0.8, "mine": 0.5}, rounds=(4, 8, 7, 1))
-    assert ours["best"] == "mine"
     layers, mine = ours["methods"][1:]
     assert (mine["drafts_alone"], mine["tokens_a_round"], mine["acceptance_rate"]) == (pytest.approx(1.6), 2.75, 0.75)
     assert layers["drafts_alone"] is None
-    assert "mine is 2.00 times as fast as plain generate (95 %: 2.00 to 2.00)." in str(Comparison(ours))
-    assert figures({PLAIN: 1.0, LAYERS: 0.5})["best"] == PLAIN, "it is no way to call generate"
-    assert "Nothing that writes the model's own text is faster" in str(Comparison(figures({PLAIN: 1.0, "mine": 2.0})))
-    few = figures({PLAIN: 1.0, "mine": 0.5}, count=3)
-    assert "2 prompts are too few for an interval" in str(Comparison(few))
-    assert figures({PLAIN: 1.0, "mine": 0.5}, differing=[tie])["best"] == "mine"
-    lossy = figures({PLAIN: 1.0, "mine": 0.5}, differing=[tie, wrong])
-    assert lossy["best"] == PLAIN
-    assert "mine does not count" in str(Comparison(lossy))
+    tie, wrong = ({"prompt": 0, "row": 0, "position": 3, "margin": 0.1, "near_tie": near} for near in (True, False))
+    fast = {PLAIN: 1.0, "mine": 0.5}
+    for of, best, words in (
+        (ours, "mine", "mine is 2.00 times as fast as plain generate (95 %: 2.00 to 2.00)."),
+        (figures({PLAIN: 1.0, LAYERS: 0.5}), PLAIN, ""),  # which is no way to call generate
+        (figures({PLAIN: 1.0, "mine": 2.0}), PLAIN, "Nothing that writes the model's own text is faster"),
+        (figures(fast, count=3), "mine", "2 prompts are too few for an interval"),
+        (figures(fast, differing=[tie]), "mine", ""),
+        (figures(fast, differing=[tie, wrong]), PLAIN, "mine does not count"),
+    ):
+        assert Comparison(of).best == best
+        assert words in str(Comparison(of))
 
 
 def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +89,8 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     model = tiny_llama(4, vocabulary=4096).train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    found = compare(model, tokenizer, TEXTS, OURS, max_new_tokens=8, out="~/out")
+    ours = {"exit": SelfSpec(EarlyExit(3), FixedLength(3)), "free": SelfSpec.lookup()}
+    found = compare(model, tokenizer, TEXTS, ours, max_new_tokens=8, out="~/out")
     assert [module.training for module in model.modules()] == modes
     assert found.results["prompts"] == 3, "the first call is left out"
     for method in found.results["methods"]:
@@ -107,8 +106,7 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
 def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
     """A ``SelfSpec`` lasts over the stream: it drafts nearly all of the answer that it has given before. The linear
     layers of one run in calls of ``plain-linears``, too."""
-    used, generate = list[tuple[bool, bool]](), LlamaForCausalLM.generate
-    seen = set[bool]()
+    used, generate, seen = list[tuple[bool, bool]](), LlamaForCausalLM.generate, set[bool]()
     hook = model.lm_head.register_forward_pre_hook(lambda *_: seen.add("forward" in vars(model.lm_head)))
 
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
@@ -119,12 +117,12 @@ def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", recorded)
     ours = {LAYERS: LAYERS, "free": SelfSpec.lookup()}
-    found = compare(model, tokenizer, [TEXTS[0]] * 3, ours, max_new_tokens=16)
+    _, layers, free = compare(model, tokenizer, [TEXTS[0]] * 3, ours, max_new_tokens=16).results["methods"]
     hook.remove()
-    plain, layers, free = (False, False), (False, True), (True, True)
-    assert used[-9:] == [plain, layers, free, layers, free, plain, free, plain, layers]
-    assert found.results["methods"][2]["tokens_a_round"] > 2
-    assert found.results["methods"][1]["equal_ids"] == 3
+    of_plain, of_layers, of_free = (False, False), (False, True), (True, True)
+    assert used[-9:-6] == [of_plain, of_layers, of_free]
+    assert used[-6:] == [of_layers, of_free, of_plain, of_free, of_plain, of_layers]
+    assert (free["tokens_a_round"] > 2, layers["equal_ids"]) == (True, 3)
 
 
 def test_a_text_that_is_not_plains_does_not_count(
@@ -143,43 +141,27 @@ def test_a_text_that_is_not_plains_does_not_count(
     monkeypatch.setattr(model.generation_config, "eos_token_id", 4095)
     monkeypatch.setattr(LlamaForCausalLM, "generate", changed)
     options: Any = {"max_new_tokens": 8, "batch_size": 2, "out": tmp_path}
-    found = compare(model, tokenizer, TEXTS[:2], {"wrong": SelfSpec.lookup()}, **options)
-    assert found.best == PLAIN
+    assert compare(model, tokenizer, TEXTS[:2], {"wrong": SelfSpec.lookup()}, **options).best == PLAIN
     wrong = json.loads((tmp_path / "results.json").read_text())["methods"][1]
-    assert wrong["equal_ids"] == 0
-    assert [(one["row"], one["position"], one["near_tie"]) for one in wrong["differences"]] == [
-        (0, 2, False),
-        (1, 4, False),
-    ]
+    places = [(one["row"], one["position"], one["near_tie"]) for one in wrong["differences"]]
+    assert (wrong["equal_ids"], places) == (0, [(0, 2, False), (1, 4, False)])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_warnings_yet")
 def test_methods_that_do_not_fit_are_left_out_with_reasons(
-    model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
 ) -> None:
     found = compare(model, tokenizer, TEXTS[:2], max_new_tokens=33)
     names = [method["name"] for method in found.results["methods"]]
     assert {"plain", "prompt-lookup(3)", "SelfSpec()", "SelfSpec.layerskip()", "SelfSpec.swift()"} <= set(names)
     assert "only when told to" in found.results["left_out"][STATIC]
     assert "Not measured: SelfSpec.mtp(), since it attaches" in str(found)
-    left_out = compare(mamba, tokenizer, TEXTS[:2], max_new_tokens=33).results["left_out"]
+    left_out = compare(tiny_mamba(), tokenizer, TEXTS[:2], max_new_tokens=33).results["left_out"]
     assert "not supported with stateful models" in left_out["prompt-lookup(2)"]
     assert "SelfSpec.layerskip()" in left_out
     monkeypatch.setattr(METHODS[STATIC].options["compile_config"], "backend", "eager")  # dynamo alone
     assert compare(model, tokenizer, TEXTS[:2], [STATIC], max_new_tokens=8).results["methods"][1]["equal_ids"] == 2
-
-
-@pytest.mark.parametrize("name", ["deep", "mtp", "prompt-lookup(2)"])
-def test_named_methods_that_do_not_fit_are_refused_before_anything_is_measured(
-    model: LlamaForCausalLM, mamba: MambaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
-) -> None:
-    """Whether transformers refuses them or we do."""
-    methods: Any = {"deep": SelfSpec.layerskip(99)} if name == "deep" else [name]
-    with pytest.raises(SettingError, match=r"^methods: .* does not fit this model: .*Leave it out") as raised:
-        compare(mamba if "lookup" in name else model, tokenizer, TEXTS, methods, out=tmp_path)
-    assert name in str(raised.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_of_methods() -> None:
@@ -190,36 +172,30 @@ def test_names_of_methods() -> None:
     assert [method.name for method in methods_of(found)] == ["plain", *names]
 
 
-@pytest.mark.parametrize(
-    ("methods", "settings", "message"),
-    [
-        (["magic"], {}, "there is no such folder or preset.* Other methods are plain, static-compiled, prompt-lookup"),
-        ([SelfSpec.lookup(), SelfSpec.lookup()], {}, "is given twice"),
-        ([3], {}, "methods must be names or SelfSpec objects, got 3"),
-        ([], {"max_new_tokens": 1}, r"max_new_tokens\) must be at least 2, got 1"),
-        ([], {"temperature": -1}, r"temperature\) must be a number of at least 0"),
-        ([], {"batch_size": 5}, "4 of 4 prompts fit the model, for batches of 5"),
-        ([], {"max_new_tokens": 512}, "0 of 4 prompts fit the model"),
-        ([], {"texts": "one text"}, r"compare\(texts\) must be a list of strings or chats"),
-        ([], {"texts": {}}, "has no kinds of prompts"),
-        ([], {"texts": [[{"role": "user", "content": "import os"}]]}, "the tokenizer has no chat template, so the"),
-    ],
-)
-def test_what_cannot_be_compared(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, methods: Any, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SelfSpecError, match=message):
-        compare(model, tokenizer, methods=methods, **{"texts": TEXTS} | settings)
+NO_FIT = "^methods: .*{} does not fit this model: .*Leave it out"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (["magic"], {}, "there is no such folder or preset.* Other methods are plain, static-compiled, prompt-lookup"),
+    ([SelfSpec.lookup(), SelfSpec.lookup()], {}, "is given twice"),
+    ([3], {}, "methods must be names or SelfSpec objects, got 3"),
+    ({"deep": SelfSpec.layerskip(99)}, {}, NO_FIT.format("deep")),
+    (["mtp"], {}, NO_FIT.format(r"mtp\(\)")),
+    (["prompt-lookup(2)"], {"model": tiny_mamba()}, NO_FIT.format(r"lookup\(2\)")),  # which transformers refuses
+    ([], {"max_new_tokens": 1}, r"max_new_tokens\) must be at least 2, got 1"),
+    ([], {"temperature": -1}, r"temperature\) must be a number of at least 0"),
+    ([], {"batch_size": 5}, "4 of 4 prompts fit the model, for batches of 5"),
+    ([], {"max_new_tokens": 512}, "0 of 4 prompts fit the model"),
+    ([], {"texts": "one text"}, r"compare\(texts\) must be a list of strings or chats"),
+    ([], {"texts": {}}, "has no kinds of prompts"),
+    ([], {"texts": [[{"role": "user", "content": "import os"}]]}, "the tokenizer has no chat template, so the"),
+]
 
 
-def test_prompts_of_several_kinds(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    kinds = {"short": ["def f", "import os", "class A:"], "long": [20 * "x = 1\n", "return x"]}
-    options: Any = {"max_new_tokens": 4, "max_prompt_tokens": 16}
-    found = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **options)
-    assert found.results["about"]["prompts"] == {"short": 3, "long": 1}
-    assert found.results["about"]["prompts_left_out"] == 1
-    assert set(found.results["methods"][1]["by_kind"]) == {"short", "long"}
-    assert "short" in str(found).splitlines()[0]
+def test_what_cannot_be_compared(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for methods, settings, message in REFUSED:
+        given = {"model": model, "texts": TEXTS} | settings
+        with pytest.raises(SelfSpecError, match=message):
+            compare(given.pop("model"), tokenizer, methods=methods, out=tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 KINDS = ("code", "poems", "rag")
@@ -230,19 +206,26 @@ def data(tmp_path: Path) -> Path:
     """Three prompts of each kind, and two without one, of which one is a chat."""
     path = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [
-        {"kind": kind, "prompt": f"def {kind}_{number}(path, other):"} for number in range(3) for kind in KINDS
+        {"kind": kind, "prompt": f"def {kind}_{at}(a, b):"} for at in range(3) for kind in KINDS
     ]
     rows += [{"prompt": "def read(path):"}, {"messages": [{"role": "user", "content": "import os"}]}]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-def test_as_many_of_each_kind(data: Path) -> None:
+def test_kinds_of_prompts(data: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """As many are drawn of each; those that are too long are left out, and each kind has its figure."""
     texts = texts_of([str(data)])
     assert texts["text"] == ["def read(path):", [{"role": "user", "content": "import os"}]]
     found = drawn(texts, 2, 0)
     assert {kind: len(each) for kind, each in found.items()} == dict.fromkeys([*KINDS, "text"], 2)
     assert found == drawn(texts, 2, 0)
+    kinds = {"short": ["def f", "import os", "class A:"], "long": [20 * "x = 1\n", "return x"]}
+    compared = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], max_new_tokens=4, max_prompt_tokens=16)
+    about = compared.results["about"]
+    assert (about["prompts"], about["prompts_left_out"]) == ({"short": 3, "long": 1}, 1)
+    assert set(compared.results["methods"][1]["by_kind"]) == {"short", "long"}
+    assert "short" in str(compared).splitlines()[0]
     data.write_text('{"question": "a", "answer": "b"}')
     assert texts_of([str(data)], "answer") == {"text": ["b"]}
     data.write_text('{"solution": 1}')
@@ -252,11 +235,7 @@ def test_as_many_of_each_kind(data: Path) -> None:
 
 
 def test_bench(
-    data: Path,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    data: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: Any
 ) -> None:
     """Chats of several files as one stream; drawn batches of texts; and what is wrong."""
     model.save_pretrained(tmp_path / "model")
@@ -271,7 +250,6 @@ def test_bench(
     results = json.loads((tmp_path / "chats" / "results.json").read_text())
     assert results["about"]["prompts"] == dict.fromkeys([*KINDS, "text"], 1)
     assert all(method["equal_ids"] == 4 for method in results["methods"])
-
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))
     words = ["--raw", "--batch-size", "2", "--max-new-tokens", "8"]
     words += ["--methods", "selfspec,prompt-lookup", "--temperature", "0.7", "--out", str(tmp_path / "drawn")]
@@ -279,13 +257,7 @@ def test_bench(
     methods = json.loads((tmp_path / "drawn" / "results.json").read_text())["methods"]
     names = [(method["name"], method["texts"], method["equal_ids"]) for method in methods]
     assert names == [("plain", 2, None), ("SelfSpec()", 2, None)], "prompt lookup takes one prompt"
-
-    for words, message in (
-        (["--max-prompt-tokens", "1"], "prompts fit the model"),
-        (["--chat", "--model", str(DEMO_MODEL)], "the tokenizer has no chat template, so the model cannot"),
-    ):
-        assert main([*given, *words, "--out", str(tmp_path / "out")]) == 2
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith("hf-selfspec: ")
-        assert message in line
-        assert not (tmp_path / "out").exists()
+    capsys.readouterr()
+    assert main([*given, "--max-prompt-tokens", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "hf-selfspec: 0 of 3 prompts fit the model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
