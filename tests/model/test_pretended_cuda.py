@@ -37,15 +37,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("block", "drawn", 4): (0, 4),
 }
 # Whatever they need, they run there; spread over two devices, too.
-FEW = [(spec, "greedy", 3, "two devices") for spec in ("tree", "skips", "adapter")] + [
-    ("layerskip", "greedy", 3),
-    ("cascade", "drawn", 3),
-    ("search", "greedy", 1),
-    ("rule", "penalty", 3),
-    ("block", "greedy", 3, "two devices"),
-    ("window", "eos", 3),
-    ("block beside", "greedy", 3),
-]
+FEW = [("tree", "greedy", 3, "two devices"), ("rule", "penalty", 3), ("window", "eos", 3)]
 DRAFTS = (
     "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "probe",
     "heads", "reduced", "cascade", "block", "window", "block beside",
