@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, unsupported
-from .cache.recurrent_kernels import RECURRENCES, Kernels
+from .cache.recurrent_states import RECURRENCES, Kernels
 from .internals import is_stateful
 from .module_tools import forward_parameters
 from .view import ModelView

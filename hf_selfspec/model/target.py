@@ -16,7 +16,7 @@ from ..errors import UnsupportedOptionError, unsupported, warn_once
 from .anatomy import Anatomy
 from .attention.exact import MOST_TOKENS
 from .attention.interface import MaskSpec, at_positions, speculative_attention
-from .cache.recurrent_kernels import turns
+from .cache.recurrent_states import turns
 from .cache.speculative_cache import SpeculativeCache
 from .forks import cached_property
 from .forward_pass import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
