@@ -256,7 +256,7 @@ def _decoder(
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
 
 
