@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -140,13 +140,10 @@ class Draft:
         parents: for each row the parent of nodes ``1 .. t``, -1 for a node that does not count; ``None`` for lines.
         q: ``[b, T, v]`` the distributions at nodes ``0 .. T-1`` from which their sampled children were drawn without
             replacement, in the order of their numbers; ``None`` where none was sampled (greedy, retrieved tokens).
-        num_drawn: how many of the first nodes were sampled from ``q``, the others were not; ``None`` for all.
         states: ``[b, T, d]`` hidden states of nodes ``0 .. T-1`` that enter layer ``prefix``, or ``None``; if node
             ``T`` has one, too, ``[b, T + 1, d]``.
         prefix: the first layer that verification has to run for nodes that have a state.
         listed: ``tokens`` as lists, where the host knows them: these count then, wherever ``tokens`` are.
-        sure: ``[b, T]`` the probability that the line's tokens are accepted, if those before are; ``None`` where the
-            source has no estimate.
 
     Raises:
         SettingError: the numbers of rows or nodes do not fit together.
@@ -156,11 +153,9 @@ class Draft:
     lengths: list[int]
     parents: list[list[int]] | None = None
     q: torch.Tensor | None = None
-    num_drawn: int | None = None
     states: torch.Tensor | None = None
     prefix: int = 0
     listed: list[list[int]] | None = None
-    sure: torch.Tensor | None = None
     _children: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
@@ -233,11 +228,8 @@ class Draft:
         return [sum(node in line for node in verdict.nodes) for line, verdict in zip(lines, verdicts, strict=True)]
 
     def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
-        """The distribution ``[v]`` from which the first children were sampled, and how many of them were."""
-        if self.q is None or not children:
-            return None, 0
-        drawn = len(children) if self.num_drawn is None else sum(child <= self.num_drawn for child in children)
-        return (self.q[row, node], drawn) if drawn else (None, 0)
+        """The distribution ``[v]`` from which children were sampled, and how many of them were."""
+        return (None, 0) if self.q is None or not children else (self.q[row, node], len(children))
 
 
 @dataclass
@@ -269,7 +261,3 @@ class Verdict:
         self.stopped = True
         for values in (self.tokens, self.nodes, self.sources, self.scores):
             del values[count:]
-
-    def up_to(self, last: int) -> Verdict:
-        """The verdict for the source of the draft's first ``last`` nodes: others that were accepted do not count."""
-        return replace(self, nodes=[node if node <= last else -1 for node in self.nodes])

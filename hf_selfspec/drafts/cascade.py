@@ -21,10 +21,9 @@ from .source import Drafter, DraftSource, FindChoice, Session
 class Cascade(DraftSource):
     """Drafts each round with the source that is expected to yield the most tokens per second.
 
-    Free drafts are the default. Where another source is currently expected to be faster, it drafts, and free tokens are
-    added beside and after its draft, so that one verification checks both. A source that cannot draft for a model is
-    left out. A head that is attached to the model (:func:`hf_selfspec.load_mtp`, :func:`hf_selfspec.load_head`) drafts
-    as well.
+    Free drafts are the default, and another source drafts where it is currently expected to be faster. A source that
+    cannot draft for a model is left out. A head that is attached to the model (:func:`hf_selfspec.load_mtp`,
+    :func:`hf_selfspec.load_head`) drafts as well.
 
     Args:
         sources: one :class:`Lookup`, and any others.

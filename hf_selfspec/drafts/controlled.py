@@ -12,10 +12,9 @@ import torch
 from ..batch import Draft, Text, Verdict
 from ..errors import UnsupportedModelError
 from ..model.logits import Logits, Tops
-from ..model.transfer import read
 from ..stats import GenerationStats
 from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
-from .free.free import FreeDrafts, Seed
+from .free.free import FreeDrafts
 from .free.tree import TokenTree
 from .grammar.rows import allowed
 from .source import Drafter, DraftSource, Session
@@ -87,25 +86,24 @@ class ControlledDrafter(Drafter):
         self._free_takes_part, constraint = self._asked is not None, self._session.constraint
         trees = list[TokenTree]()
         if self._free_takes_part or constraint:
-            trees = self.free.plan(text, max_new, takes_part=self._free_takes_part)
+            trees = self.free.plan(text, max_new, self._free_takes_part)
         size = max(map(len, trees), default=0)
         drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if trees else []
         is_free = self._free_takes_part or size > 0
         free = controller.expected(size, sum(tree.expected for tree in drafting)) if is_free else 0.0
-        other = None
         # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
         if self._free_takes_part or not size or not all(map(len, drafting)):
             promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
             other = self._always or controller.choose(promised, free)
-        if other is not None:
-            self._asked = other
-            draft = allowed(text, self.others[other].propose(text, max_new), constraint)
-            if draft.size:
-                self._draft = draft
-                return self._grafted(text, max_new, draft, other) if self._free_takes_part else draft
+            if other is not None:
+                self._asked = other
+                draft = allowed(text, self.others[other].propose(text, max_new), constraint)
+                if draft.size:
+                    self._draft, self._free_takes_part = draft, False
+                    return draft
         if size and not self._free_takes_part:
             self._asked = None
-        return self.free.draft(trees, Draft.none(text)) if trees else Draft.none(text)
+        return self.free.draft(text, trees) if trees else Draft.none(text)
 
     def _free_arm(self, max_new: list[int]) -> str | None:
         """Which of the free drafts take part in this round, if any."""
@@ -125,21 +123,17 @@ class ControlledDrafter(Drafter):
         seconds = self._now() - self._begun
         is_usual = self._session.target.unrepresentative_forwards == self._unrepresentative
         draft = self._draft
-        of_used = verdicts if draft is None else [verdict.up_to(draft.size) for verdict in verdicts]
         for name, drafter in self.others.items():
             if draft is not None and name == self._asked:
-                drafter.update(text, of_used, logits)
+                drafter.update(text, verdicts, logits)
             elif drafter.observe is not None:
                 drafter.observe(text, verdicts, logits)
         self._note()
         if not is_usual:
             return
         if draft is not None:
-            drafted, accepted = sum(draft.lengths), sum(draft.accepted(of_used))
-            # Free tokens beside and after its draft are not what it is chosen for.
-            kept = sum(node >= 0 for verdict in of_used for node in verdict.nodes)
-            gained = min(new, kept + sum(bool(verdict.tokens) for verdict in of_used))
-            self.controller.record(self._asked, 0, new, seconds, accepted, drafted, gained)
+            drafted, accepted = sum(draft.lengths), sum(draft.accepted(verdicts))
+            self.controller.record(self._asked, 0, new, seconds, accepted, drafted)
         else:
             nodes = logits.shape[1] - 1
             # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.
@@ -153,13 +147,3 @@ class ControlledDrafter(Drafter):
     def report(self, stats: GenerationStats) -> None:
         for drafter in sorted(self.others.values(), key=lambda drafter: drafter.steps):  # the one in use is the last
             drafter.report(stats)
-
-    def _grafted(self, text: Text, max_new: list[int], draft: Draft, source: str) -> Draft:
-        """The draft of another source with free tokens beside and after it, as far as they pay."""
-        rate = self.controller.arms[source].acceptance_rate
-        tokens, *sure = read(draft.tokens, *([] if draft.sure is None else [draft.sure]))
-        rates = sure[0] if sure else [[rate] * draft.size] * text.batch_size
-        seeds = list(map(Seed.of_row, tokens, draft.parent_lists(), rates))
-        trees = self.free.plan(text, max_new, seeds) if self._session.takes_trees else [seed.tree for seed in seeds]
-        grafted = self.free.draft(trees, replace(draft, listed=tokens), seeds)
-        return grafted if grafted.size > draft.size else draft

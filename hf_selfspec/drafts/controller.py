@@ -19,12 +19,12 @@ FREE, MATCHES = "free drafts", "matches"
 _MEMORY = 0.98
 # The speed-up that is assumed of a source that was never timed: it is tried where free drafts do not promise more.
 _HOPED = 2.0
-# Rounds after which results are trusted. Those of free drafts come in bursts, so they take more rounds, or this loss in
-# plain rounds.
-_TRIED, _TRIED_FREE, _LOST = 4, 12, 0.3
+# Rounds after which results are trusted. (Twelve for free drafts, whose results come in bursts, were no better: 0.999,
+# the mean over the streams of tests/drafts/test_replay.py and twelve chats of SmolLM2.)
+_TRIED = 4
 # Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
-# at least so many plain rounds, and one of free drafts, which learn from wrong tokens, at most so many.
-_PRICE, _LEAST_LOST, _MOST_LOST = 0.006, 0.02, 0.08
+# at least so many plain rounds.
+_PRICE, _LEAST_LOST = 0.006, 0.02
 # Contexts of up to 1,024, 4,096, 16,384, ... slots share a curve, and so do batches of more than eight rows that differ
 # by an eighth. The last one is the maximum number of curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
@@ -36,18 +36,14 @@ _SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 class ArmStats:
     """The results of one source."""
 
-    min_rounds: int = _TRIED  # rounds after which they are trusted
-    round_regret_cap: float = math.inf  # the most that a round is taken to lose, in plain rounds
-    regret_cap: float = math.inf  # plain rounds, before results are trusted sooner
     rounds: int = 0  # in which it drafted, since they were doubted last
     weight: float = 0.0  # number of rounds in the sums, in which older ones count less
     gained: float = 0.0  # tokens of a row
     most: float = 0.0  # tokens of a row if all of them were right
     spent: float = 0.0  # times, in plain rounds
-    accepted: float = 0.0  # of its own tokens
+    accepted: float = 0.0  # of its tokens
     drafted: float = 0.0
     waiting: int = 0  # rounds since it drafted last
-    regret: float = 0.0  # plain rounds, since it was doubted last
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,8 +52,7 @@ class ArmStats:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are enough results, or it has lost enough."""
-        return self.rounds >= self.min_rounds or (self.rounds >= _TRIED and self.regret >= self.regret_cap)
+        return self.rounds >= _TRIED
 
     def speedup(self, promised: float | None) -> float:
         """Tokens per second over those of plain rounds. Until results are trusted it is ``promised``, the source's own
@@ -74,7 +69,6 @@ class ArmStats:
         self.rounds += 1
         if self.rounds == 1 and not self.weight:
             return  # the first round selects and warms up kernels
-        self.regret += spent - gained
         self._scale(_MEMORY)
         self.weight += 1.0
         self.gained += gained
@@ -95,7 +89,7 @@ class ArmStats:
         if is_tried and self.gained < max(pace, LEAST_SPEEDUP) * self.spent:
             loss = max((self.spent - self.gained / pace) / self.weight, _LEAST_LOST)
             rounds_lost = _TRIED if self.is_trusted else 1  # until it is known again what it brings at most
-            if rounds_lost * min(loss, self.round_regret_cap) <= self.waiting * _PRICE:
+            if rounds_lost * loss <= self.waiting * _PRICE:
                 if self.is_trusted:
                     return self.doubt()
                 self.begin_anew()
@@ -103,13 +97,13 @@ class ArmStats:
     def begin_anew(self) -> None:
         """Drops the results."""
         self._scale(0.0)
-        self.rounds, self.regret = 1, 0.0  # kernels are warm
+        self.rounds = 1  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
         if self.is_trusted:
             self._scale(min(1.0, _TRIED / self.weight))
-            self.rounds, self.regret = self.min_rounds - _TRIED, 0.0
+            self.rounds = 0
 
 
 class Measurements:
@@ -118,25 +112,19 @@ class Measurements:
     _lock = new_lock()  # held while curves are looked up or changed, and results read or changed
 
     def __init__(self, other: Measurements | None = None) -> None:
-        self.arms = defaultdict[str, ArmStats](ArmStats, {FREE: ArmStats(_TRIED_FREE, _MOST_LOST, _LOST)})
+        self.arms = defaultdict[str, ArmStats](ArmStats)
         self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
 
     def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
-        """The curve for a device and dtype, a batch size and a context; a new one begins like the most similar one."""
+        """The curve for a device and dtype, a batch size and a context."""
         with self._lock:
             reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
             step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
-            rows = -(-rows // step) * step
-            curve = self._curves.pop((device, rows, reach), None)
-            if curve is None:
-                curve = CostCurve(on_cpu, rows, is_frozen)
-                measured = [key for key, other in self._curves.items() if key[0] == device and other.is_measured]
-                if measured:
-                    nearest = min(measured, key=lambda key: (abs(math.log(key[1] / rows)), abs(key[2] - reach)))
-                    curve.begin_like(self._curves[nearest])
-                if len(self._curves) >= _MOST:
-                    self._curves.pop(next(iter(self._curves)))
-            self._curves[device, rows, reach] = curve  # the last one in use
+            key = device, -(-rows // step) * step, reach
+            curve = self._curves.pop(key, None) or CostCurve(on_cpu, key[1], is_frozen)
+            if len(self._curves) >= _MOST:
+                self._curves.pop(next(iter(self._curves)))
+            self._curves[key] = curve  # the last one in use
             return curve
 
 
@@ -182,17 +170,10 @@ class Controller:
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
     def record(
-        self,
-        name: str | None,
-        nodes: int,
-        tokens: int,
-        seconds: float,
-        accepted: int = 0,
-        drafted: int = 0,
-        gained: int | None = None,
+        self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
         """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
-        rows gain ``tokens``, of which the source has brought ``gained``, by default all."""
+        rows gain ``tokens``."""
         with self._lock:
             if not self._rows:
                 return
@@ -209,8 +190,7 @@ class Controller:
                 pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
                 for stats in self.arms.values():
                     if stats is used:
-                        gained = tokens if gained is None else gained
-                        stats.add(gained / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
+                        stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
                     else:
                         stats.wait(pace)
 

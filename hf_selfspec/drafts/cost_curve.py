@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
@@ -95,17 +94,6 @@ class CostCurve:
                     self._times[other].popleft()
                     self._last[other] = self._total
         self._refresh(with_costs=is_due)
-
-    def begin_like(self, other: CostCurve) -> None:
-        """Starts with the times of rounds over other rows, or another context, as one time of each size."""
-        self._rounds[0] = 1  # kernels are warm
-        if other._plain:
-            ratio = self._forwards[0] / other._forwards[0]
-            self._plain.extend([median(other._plain) * ratio] * _PLAIN)
-        for size, times in enumerate(other._times):
-            if times:
-                self._times[size].append(median(times) * self._forwards[size] / other._forwards[size])
-        self._refresh()
 
     def see(self, tokens: int, seconds: float) -> None:
         self._since_plain += 1

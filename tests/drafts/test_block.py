@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -37,7 +36,6 @@ from hf_selfspec import (
 from hf_selfspec.batch import Draft
 from hf_selfspec.drafts import MTP, Cascade, Lookup, cascade
 from hf_selfspec.drafts.attached import source_of
-from hf_selfspec.drafts.free.free import Seed
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.shipped import attached_head
@@ -122,23 +120,6 @@ def test_drafts_end_below_a_confidence() -> None:
         model.generate(**ROW, max_new_tokens=10, assistant=SelfSpec(drafts_into(drafts, Block(head))))
         longest.append(max(draft.lengths[0] for draft in drafts))
     assert longest == [1, 2, head.num_tokens]
-
-
-def test_free_drafts_are_grafted_by_the_confidence_heads_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free tokens go behind what the head is sure of, with the probability that it returns for each token."""
-    model, seeds = model_of("llama"), list[tuple[float, ...]]()
-    head = block_of(model, layers=(1, 2), **CONFIGS["dspark"])
-    assert head.confidence_head is not None
-    with torch.no_grad():
-        head.confidence_head.proj.weight.zero_()
-        head.confidence_head.proj.bias.fill_(math.log(4.0))  # 0.8
-    of_row = Seed.of_row
-    monkeypatch.setattr(Seed, "of_row", lambda *row: seeds.append(of_row(*row).tree.reach) or of_row(*row))
-    spec = SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3))
-    plain = model.generate(**ROW, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    for _ in range(2):
-        assert torch.equal(model.generate(**ROW, max_new_tokens=40, do_sample=False, assistant=spec), plain)
-    assert any(seed == pytest.approx((0.8, 0.64, 0.512)) for seed in seeds)
 
 
 def test_positions_keep_their_digits_in_fewer_bits() -> None:

@@ -174,37 +174,6 @@ def test_trees_hold_together(seed: int, branching: bool, costs: tuple[float, ...
         assert list(tree.reach) == sorted(tree.reach, reverse=True)
 
 
-@pytest.mark.parametrize("branching", [True, False])
-def test_a_seed_stays_and_free_tokens_are_added(branching: bool) -> None:
-    row = row_of([1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
-    seed = TokenTree((8, 4), (0, 1), (0.6, 0.3)) if branching else TokenTree((4,), (0,), (0.9,))
-    tree = grow(row, FREE, 1.0, 6, branching, seed)
-    kept = len(seed)
-    assert tree.tokens[:kept] == seed.tokens
-    assert tree.parents[:kept] == seed.parents
-    assert tree.reach[:kept] == seed.reach
-    assert len(tree) > kept
-    check(tree, 6, branching)
-    if branching:
-        # What the text offers beside the seed has what the seed leaves at most.
-        beside = tree.tokens.index(4, 2)
-        assert tree.parents[beside] == 0
-        assert 0.2 < tree.reach[beside] <= 0.4
-    else:
-        assert tree.tokens[:3] == (4, 5, 6)
-
-
-def test_a_seed_stays_where_nothing_pays() -> None:
-    row = row_of([1, 2, 3, 4, 1, 2, 3])
-    known = grow(row, FREE, 1.0, 6, True, TokenTree((4, 8), (0, 0), (0.5, 0.25)))
-    assert (known.tokens[:3], known.parents[:3]) == ((4, 8, 1), (0, 0, 1))  # what the seed has is not drafted again
-    check(known, 6)
-    seed = TokenTree((9,), (0,), (0.1,))
-    assert grow(row, STEEP, 1.0, 8, True, seed).tokens == (9,)
-    many = TokenTree(tuple(range(40)), tuple(range(40)), (0.5,) * 40)
-    assert grow(row, FREE, 1.0, 50, True, many).tokens == many.tokens
-
-
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
     assert grow(row, STEEP, 1.0, 8).tokens == ()

@@ -71,6 +71,20 @@ class _Source(Drafter):
         return Draft(torch.tensor(tokens), lengths) if any(lengths) else Draft.none(text)
 
 
+class _Free(FreeDrafts):
+    """Free drafts whose planning, and learning from logits, take time."""
+
+    replay: Replay
+
+    def plan(self, *given: Any) -> Any:
+        self.replay.now += self.replay.awake / 2
+        return super().plan(*given)
+
+    def learn(self, text: Any, verdicts: list[Verdict], tops: Any) -> None:
+        self.replay.now += 0.0 if tops is None else self.replay.awake / 2
+        super().learn(text, verdicts, tops)
+
+
 class Replay:
     """Plays streams, as one batch, against the controller.
 
@@ -147,7 +161,8 @@ class Replay:
             num_rows=1,
         )
         controller = Controller(self.found, "replay", self.on_cpu)
-        free = FreeDrafts(self.texts if self.has_free else None, session, controller, 31)
+        free = _Free(self.texts if self.has_free else None, session, controller, 31)
+        free.replay = self
         others: Any = {name: _Source(self, *settings) for name, *settings in self.sources}
         return ControlledDrafter(session, free, others)
 
@@ -157,8 +172,6 @@ class Replay:
         max_new = [max(self._left(row) - 1, 0) for row in range(len(self.streams))]
         draft = drafter.propose(text, max_new)
         self.now += seconds_of(self.table, active * (draft.size + 1)) * self.random.gauss(1, 0.02)
-        if drafter._free_takes_part:  # what planning and learning of a round take
-            self.now += self.awake
         self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
         drafter.look(Logits(torch.zeros(0)))

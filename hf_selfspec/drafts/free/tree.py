@@ -70,7 +70,6 @@ def grow(
     pace: float,
     deepest: int,
     branching: bool = True,
-    seed: TokenTree | None = None,
     guide: DraftCursor | None = None,
 ) -> TokenTree:
     """Grows the tree that is expected to bring the most tokens for its time, of what a row offers, if there is one.
@@ -80,17 +79,15 @@ def grow(
 
     The tree is no larger and no deeper than ``costs``, the seconds of rounds with 0, 1, 2, ... drafted tokens, and
     ``deepest``. ``pace`` are tokens per second at present, which is what a second is worth; 0 where that is not known
-    yet. Nodes of ``seed`` are drafted already: they come first and stay. ``guide`` forbids tokens, and names those that
-    have to come next.
+    yet. ``guide`` forbids tokens, and names those that have to come next.
     """
-    growth = _Growth(row, deepest, branching, seed or TokenTree(), guide)
+    growth = _Growth(row, deepest, branching, guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs[0])  # a plain round brings one token
     prices, corners = [pace * seconds for seconds in costs], _corners(costs)
     most = len(prices) - 1
-    size = kept = len(growth.tokens) - 1
-    gain = 0.0
-    best = -prices[min(size, most)]
+    size = kept = 0
+    gain, best = 0.0, -prices[0]
     while heap and size < most:
         reach = -heap[0][0]
         # No later node is likelier than this one.
@@ -124,25 +121,16 @@ def _corners(costs: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
 class _Growth:
     """A growing tree, and a heap of possible nodes: minus their probability, a running number, parent, token."""
 
-    def __init__(
-        self, row: LookupRow | None, deepest: int, branching: bool, seed: TokenTree, guide: DraftCursor | None
-    ) -> None:
+    def __init__(self, row: LookupRow | None, deepest: int, branching: bool, guide: DraftCursor | None) -> None:
         self.row, self.deepest, self.branching, self.guide = row, deepest, branching, guide
         self.text_tail = [] if row is None else row.text.tokens[-LONGEST_MATCH:]
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
-        self.tokens = [SEPARATOR, *seed.tokens]
-        self.parents = [-1, *seed.parents]
-        self.reach = [1.0, *seed.reach]
+        self.tokens, self.parents, self.reach = [SEPARATOR], [-1], [1.0]
         self.offers: dict[int, list[Offer]] = {}
         self.paths: list[list[int]] = [[]]
-        drafted: list[dict[int, float]] = [{} for _ in self.tokens]
-        for node, parent in enumerate(seed.parents, 1):
-            self.paths.append([*self.paths[parent], self.tokens[node]])
-            drafted[parent][self.tokens[node]] = self.reach[node] / max(self.reach[parent], LEAST_REACH)
-        for node, children in enumerate(drafted):
-            if len(self.paths[node]) < deepest and (branching or not children):
-                self.expand(node, children)
+        if deepest:
+            self.expand(0)
 
     def take_likeliest(self) -> None:
         reach, _, parent, token = heappop(self.heap)
@@ -152,12 +140,12 @@ class _Growth:
         self.reach.append(-reach)
         self.paths.append(path)
         if len(path) < self.deepest:
-            self.expand(len(self.tokens) - 1, {})
+            self.expand(len(self.tokens) - 1)
 
-    def expand(self, node: int, drafted: dict[int, float]) -> None:
-        """Adds the tokens that can follow ``node`` to the heap; ``drafted`` are its children in the seed."""
+    def expand(self, node: int) -> None:
+        """Adds the tokens that can follow ``node`` to the heap."""
         reach, path = self.reach[node], self.paths[node]
-        likely = self.guide.likely(path) if self.guide is not None and not drafted else None
+        likely = None if self.guide is None else self.guide.likely(path)
         if likely is not None and likely[1] == 1.0:
             return self.push(reach, node, likely[0])
         offers: list[Offer] = []
@@ -166,11 +154,6 @@ class _Growth:
             tail = (self.text_tail + path)[-LONGEST_MATCH:]
             offers = self.allowed(path, self.row.offers(tail, LEAST_REACH / max(reach, LEAST_REACH)))
             self.offers[node] = offers
-        if drafted:
-            # Free tokens share the probability that the drafted ones leave.
-            free = 1.0 - sum(probability for token, _, probability in offers if token in drafted)
-            reach *= max(1.0 - sum(drafted.values()), 0.0) / max(free, LEAST_REACH)
-            offers = [offer for offer in offers if offer[0] not in drafted]
         if likely is not None:
             offers = _with_likely(offers, *likely)
         if not self.branching and offers:

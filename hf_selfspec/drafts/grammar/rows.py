@@ -230,7 +230,7 @@ def _drawn_as_allowed(
     if q is None:
         return None
     for row, spot in enumerate(spots):
-        for node in set(parents[row][: draft.num_drawn]) - {-1}:
+        for node in set(parents[row]) - {-1}:
             path = paths[row][node]
             assert path is not None
             mask = spot.mask(path).to(q.device)

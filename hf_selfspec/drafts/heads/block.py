@@ -75,24 +75,22 @@ class BlockDraft(StatesDraft):
         self._block = head
         self._cache = SpeculativeCache(len(head.layers), len(self._entered_count), target.cache.capacity)
         self._cache.owner = "block"
-        # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers.
+        # Of the draft: the slots so far, and for each the state [b, d] and logits [b, r]; what a Markov head remembers,
+        # and how sure a confidence head is of the last slot, [b].
         self._slot = self._most = 0
-        self._states = self._logits = self._memory = self._like = torch.empty(0, device="cpu", dtype=torch.float32)
-        self._sure: list[torch.Tensor] = []  # of each slot, by the confidence head, [b]
+        nothing = torch.empty(0, device="cpu", dtype=torch.float32)
+        self._states = self._logits = self._memory = self._sure = self._like = nothing
         self._key: tuple[object, ...] = ()  # what its graph is for
         self._tokens: torch.Tensor | None = None  # that can be drafted, where the head is
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         steps, self._slot, self._most = self.steps, 0, min(self.session.longest, max(max_new))
-        self._sure.clear()
         draft = super().propose(text, max_new)
         self.steps = steps + (self._slot > 0)
-        if self._sure and draft.size:
-            draft.sure = torch.stack(self._sure, dim=1).to(draft.tokens.device)
         return draft
 
     def _confidence(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return self._sure[-1].to(logits.device)
+        return self._sure.to(logits.device)
 
     def _enter(self, states: torch.Tensor, entries: RowNumbers) -> None:
         head, slots = self._block.on(states.device, states.dtype), entries.onwards(states.shape[1], states.device)
@@ -116,7 +114,7 @@ class BlockDraft(StatesDraft):
             if head.confidence_head is not None and head.settings["confidence_head_with_markov"]:
                 features = torch.cat([states, embedded], dim=-1)
         if head.confidence_head is not None:
-            self._sure.append(head.confidence_head["proj"](features)[:, 0].float().sigmoid())
+            self._sure = head.confidence_head["proj"](features)[:, 0].float().sigmoid()
         self._slot += 1
         if self._tokens is not None:
             logits = spread(logits, self._tokens, head.vocabulary)
