@@ -105,12 +105,13 @@ class LookupRow:
     def follow(self, emitted: Sequence[int]) -> None:
         """Appends tokens without a draft, and learns whether :meth:`likelihood` has predicted them."""
         self._rates.see(self._predicted, emitted[0])
+        self._predicted = []
         self.text.extend(emitted)
 
     def learn(self, tree: TokenTree, emitted: Sequence[int], tokens: np.ndarray, shares: np.ndarray) -> None:
         """Learns from a round and appends its ``emitted`` tokens; ``tokens`` ``[n + 1, w]`` are the likeliest after
         nodes ``0..n``, and ``shares`` their probabilities."""
-        visited = set()
+        self._predicted, visited = [], set()
         for node, token in tree.walk(emitted):
             visited.add(node)
             if node in tree.offers:
