@@ -18,8 +18,7 @@ from safetensors.numpy import load, save
 
 from hf_selfspec.drafts.free import successors, suffix
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
-from hf_selfspec.drafts.free.rates import Rates
-from hf_selfspec.drafts.free.row import LookupRow
+from hf_selfspec.drafts.free.row import LookupRow, Rates
 from hf_selfspec.drafts.free.successors import Successors
 from hf_selfspec.drafts.free.suffix import SEPARATOR, SuffixIndex, texts_of
 from hf_selfspec.drafts.free.tree import TokenTree, grow

@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 from ...learned.knowledge import Findings
 from ...model.forks import new_lock
-from .rates import Rates
+from .row import Rates
 from .successors import Successors
 from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
 

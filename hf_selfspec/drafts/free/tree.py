@@ -8,8 +8,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 
 from ..grammar.rows import DraftCursor
-from .rates import Offer
-from .row import LookupRow
+from .row import LookupRow, Offer
 from .suffix import LONGEST_MATCH, SEPARATOR
 
 # Nodes that are reached less often are never drafted.
