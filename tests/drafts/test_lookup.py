@@ -234,6 +234,17 @@ def test_a_round_that_drafts_nothing_teaches_rates() -> None:
     assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
 
 
+def test_what_a_match_predicts_counts_once() -> None:
+    """For the next token, and not for those of later rounds in which nothing is predicted."""
+    knowledge = LookupFindings()
+    row, seen = row_of([1, 2, 3, 4, 1, 2, 3], knowledge), list[list[float]]()
+    assert row.likelihood() > 0
+    for token in (4, 9, 9):
+        seen.append(list(knowledge.rates[""].rates))
+        row.follow([token])
+    assert seen[0] != seen[1] == seen[2] == knowledge.rates[""].rates
+
+
 def test_what_is_known_lasts() -> None:
     knowledge, row = taught(4, kind="greedy")
     other = LookupFindings()
