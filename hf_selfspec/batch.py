@@ -227,9 +227,9 @@ class Draft:
         lines = map(self.line, range(len(verdicts)))
         return [sum(node in line for node in verdict.nodes) for line, verdict in zip(lines, verdicts, strict=True)]
 
-    def candidates(self, row: int, node: int, children: list[int]) -> tuple[torch.Tensor | None, int]:
-        """The distribution ``[v]`` from which children were sampled, and how many of them were."""
-        return (None, 0) if self.q is None or not children else (self.q[row, node], len(children))
+    def drawn_from(self, row: int, node: int) -> torch.Tensor | None:
+        """The distribution ``[v]`` from which the children of a node were sampled, if they were."""
+        return None if self.q is None or not self.children(row, node) else self.q[row, node]
 
 
 @dataclass

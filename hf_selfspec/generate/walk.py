@@ -121,7 +121,7 @@ def verify(
         if scores_so_far is not None:
             # A copy: a view would keep the rejected positions alive as well.
             verdicts[row].scores.append(at_node.clone())
-        return pick(at_node, candidates, *draft.candidates(row, node, children))
+        return pick(at_node, candidates, draft.drawn_from(row, node))
 
     reads_text = stopper.reads_text or not (scorer.prefix_free or scores is not None)
     for row, verdict in enumerate(verdicts):
@@ -155,7 +155,7 @@ def verify_in_step(
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
-        return pick(scores[row], candidates, *draft.candidates(row, node, children))
+        return pick(scores[row], candidates, draft.drawn_from(row, node))
 
     drafted, nodes = draft.tokens.tolist(), [0 for _ in done]
     verdicts, ids = [Verdict([], [], False, []) for _ in done], text.with_draft(0).clone()
@@ -207,17 +207,13 @@ def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.
     return draw(p), accepted, instead
 
 
-def choose_greedy(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
-) -> tuple[int, int | None]:
+def choose_greedy(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
     """Returns the full model's token at one position, and the index of the drafted token it confirms, or ``None``."""
     token = int(best_tokens(scores))
     return token, drafted.index(token) if token in drafted else None
 
 
-def choose_sampled(
-    scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None, num_drawn: int
-) -> tuple[int, int | None]:
+def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
     """Accepts one of the drafted tokens or draws another, so that the result is distributed as ``softmax(scores)``.
 
     One token ``x`` drawn from ``q`` (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1) is accepted with
@@ -235,17 +231,16 @@ def choose_sampled(
 
     Args:
         scores: ``[v]`` processed scores of the full model.
-        drafted: tokens proposed for this position: first those that were drawn, in that order, then distinct others.
-        q: ``[v]`` the distribution from which the first ``num_drawn`` were drawn without replacement.
-        num_drawn: how many of them were drawn. The others were named, whatever ``p`` is.
+        drafted: distinct tokens proposed for this position, in the order in which they were drawn.
+        q: ``[v]`` the distribution from which they were drawn without replacement; ``None`` if they were named,
+            whatever ``p`` is.
 
     Returns:
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
-    drawn = drafted[:num_drawn] if q is not None else []
     could, accepted = torch.ones((), dtype=torch.bool, device=p.device), list[torch.Tensor]()
-    for index, token in enumerate(drawn):
+    for index, token in enumerate([] if q is None else drafted):
         assert q is not None
         # A token that could not have been drawn is rejected, and so are those after it.
         could = could & (q[token] > 0.0)
@@ -264,8 +259,7 @@ def choose_sampled(
     *flags, token = read(*accepted, draw(p))
     if True in flags:
         return drafted[flags.index(True)], flags.index(True)
-    named = drafted[len(drawn) :]
-    return token, len(drawn) + named.index(token) if token in named else None
+    return token, drafted.index(token) if q is None and token in drafted else None
 
 
 def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

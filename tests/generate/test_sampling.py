@@ -63,17 +63,17 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
 )
 def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several calls, which draft with what those before have shown."""
-    seen, turns, candidates = list[bool](), itertools.count(), Draft.candidates
+    seen, turns, drawn_from = list[bool](), itertools.count(), Draft.drawn_from
 
-    def watched(draft: Draft, row: int, node: int, children: list[int]) -> Any:
-        q, drawn = candidates(draft, row, node, children)
-        seen.extend([q is not None] * bool(children))
-        return q, drawn
+    def watched(draft: Draft, row: int, node: int) -> Any:
+        q = drawn_from(draft, row, node)
+        seen.extend([q is not None] * bool(draft.children(row, node)))
+        return q
 
     def choose(self: Controller, promised: Any, free: float = 0.0) -> str | None:
         return next(iter(promised), None) if next(turns) % 2 else None
 
-    monkeypatch.setattr(Draft, "candidates", watched)
+    monkeypatch.setattr(Draft, "drawn_from", watched)
     monkeypatch.setattr(Controller, "choose", choose)
     given, processors = OPTIONS[options]
     check_exact(sample(replace(NAMED[name]), rows=400, calls=3, **given), exact_joint(llama(), processors))
@@ -118,11 +118,11 @@ def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
     check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
 
 
-def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
+def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any) -> Choice:
     for index, token in enumerate(drafted):
-        if choose_sampled(scores, [token], q, int(index < num_drawn))[1] is not None:
+        if choose_sampled(scores, [token], q)[1] is not None:
             return token, index
-    return choose_sampled(scores, [], None, 0)
+    return choose_sampled(scores, [], None)
 
 
 @pytest.mark.every_run("tree-.*")

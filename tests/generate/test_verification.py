@@ -42,9 +42,7 @@ def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
             yield list(drawn), probability
 
 
-def outcomes(
-    p: torch.Tensor, drafted: list[int], q: torch.Tensor, num_drawn: int, monkeypatch: pytest.MonkeyPatch
-) -> torch.Tensor:
+def outcomes(p: torch.Tensor, drafted: list[int], q: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The distribution of ``choose_sampled``'s token given its candidates, by bisecting its uniform numbers."""
     residuals: list[torch.Tensor] = []
 
@@ -54,12 +52,11 @@ def outcomes(
 
     def accepted(*uniform: float) -> int | None:
         fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
-        return choose_sampled(p.log(), drafted, q, num_drawn)[1]
+        return choose_sampled(p.log(), drafted, q)[1]
 
     monkeypatch.setattr(walk, "draw", draw)
     found, reached = torch.zeros(len(p)), 1.0
-    # What is left is drawn, and may be one of the named ones.
-    for index, token in enumerate(drafted[:num_drawn]):
+    for index, token in enumerate(drafted):
         low, high = 0.0, 1.0
         while high - low > 1e-6:
             middle = (low + high) / 2
@@ -95,7 +92,7 @@ def test_what_cannot_be_is_never_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fix_uniform(monkeypatch, *uniform)
-    token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q), len(drafted))
+    token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q))
     assert token in tokens
     assert index is None
 
@@ -141,26 +138,15 @@ LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_s
 )
 
 
-# Candidates that are named in addition; they may follow from what was drawn, but not from the uniform numbers.
-NAMED = {
-    "none": lambda drawn: [],
-    "the same whatever was drawn": lambda drawn: [2, 0, 3],
-    "one": lambda drawn: [next(token for token in (1, 3, 0, 2) if token not in drawn)],
-    "by what was drawn": lambda drawn: [(sum(drawn) + token) % 4 for token in range(3)],
-    "all": lambda drawn: [3, 0, 1, 2],
-}
-
-
 @quick(20)
-@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3), name=st.sampled_from(sorted(NAMED)))
-def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int, name: str) -> None:
-    """Averaged over all siblings that could have been drawn without replacement, and named ones beside them."""
+@given(p=LOGITS, q=LOGITS, count=st.integers(0, 3))
+def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int) -> None:
+    """Averaged over all siblings that could have been drawn without replacement."""
     target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
     marginal = torch.zeros(4)
     with pytest.MonkeyPatch.context() as patch:
         for drawn, probability in orders(drawn_from, min(count, int((drawn_from > 0).sum()))):
-            named = [token for token in NAMED[name](drawn) if token not in drawn]
-            marginal += probability * outcomes(target, [*drawn, *named], drawn_from, len(drawn), patch)
+            marginal += probability * outcomes(target, drawn, drawn_from, patch)
     torch.testing.assert_close(marginal, target, rtol=0, atol=2e-5)
 
 

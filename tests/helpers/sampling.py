@@ -146,13 +146,13 @@ def accepts_everything(scores: Any, drafted: list[int], *given: Any) -> Choice:
 
 def draws_from_p_after_a_rejection(scores: Any, *given: Any) -> Choice:
     token, index = choose_sampled(scores, *given)
-    return choose_sampled(scores, [], None, 0) if index is None else (token, index)
+    return choose_sampled(scores, [], None) if index is None else (token, index)
 
 
-def does_not_take_siblings_out_of_q(scores: Any, drafted: list[int], q: Any, num_drawn: int) -> Choice:
+def does_not_take_siblings_out_of_q(scores: Any, drafted: list[int], q: Any) -> Choice:
     for index, token in enumerate(drafted):
-        chosen, accepted = choose_sampled(scores, [token], q, 1)
+        chosen, accepted = choose_sampled(scores, [token], q)
         if accepted is not None:
             return chosen, index
         scores = (scores.softmax(-1) - q).clamp(min=0.0).log()
-    return choose_sampled(scores, [], None, 0)
+    return choose_sampled(scores, [], None)
