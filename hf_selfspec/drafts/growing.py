@@ -27,18 +27,17 @@ class TopKTree:
     widths: tuple[tuple[float, int], ...] = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
 
     def __post_init__(self) -> None:
-        wanted = "Give (confidence, k) pairs, as ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))."
         pairs = self.widths if isinstance(self.widths, tuple) else ()
-        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise SettingError(
-                f"TopKTree(widths) must be a tuple of (confidence, k) pairs, got {self.widths!r}. {wanted}"
-            )
-        for edge, width in pairs:
+        are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+        for edge, width in pairs if are_pairs else ():
             check_share("TopKTree(widths): a confidence", edge, zero=False, one=True)
             check_count("TopKTree(widths): k", width, most=MOST_CANDIDATES)
-        edges = [edge for edge, _ in pairs]
-        if edges != sorted(set(edges)) or edges[-1] != 1.0:
-            raise SettingError(f"TopKTree(widths): confidences must rise from above 0 to 1, got {edges!r}. {wanted}")
+        edges = [edge for edge, _ in pairs] if are_pairs else []
+        if not edges or edges != sorted(set(edges)) or edges[-1] != 1.0:
+            raise SettingError(
+                "TopKTree(widths) must be a tuple of (confidence, k) pairs whose confidences rise from above 0 to 1, "
+                f"as ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1)), got {self.widths!r}."
+            )
 
     @property
     def most(self) -> int:

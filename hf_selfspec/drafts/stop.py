@@ -23,6 +23,10 @@ from ..learned.saving import register
 from ..model.forks import new_lock
 from ..validation import MOST_DRAFT, check_count, check_share
 
+# Draft & Verify's constants of thresholds that adapt: the step in a round before smoothing (ε), and the weights of the
+# rounds before in the acceptance rate and in the threshold (β1, β2).
+_STEP, _RATE_MEMORY, _THRESHOLD_MEMORY = 0.01, 0.5, 0.9
+
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RuleFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -211,19 +215,16 @@ class AdaptiveThreshold:
     After each round, with ``AR_e`` the share of its drafted tokens that were accepted (Draft & Verify, AdaSPEED
     appendix A)::
 
-        AR <- rate_memory AR + (1 - rate_memory) AR_e
-        γ  <- threshold_memory γ + (1 - threshold_memory) (γ + step if AR <= target else γ - step)
+        AR <- 0.5 AR + 0.5 AR_e
+        γ  <- 0.9 γ + 0.1 (γ + 0.01 if AR <= target else γ - 0.01)
 
     A draft of maximum length does not lower γ, since a lower threshold would not make it longer. Each row of a batch
-    has a threshold of its own; the next call with the model starts with their mean. The constants are those of Draft &
-    Verify.
+    has a threshold of its own; the next call with the model starts with their mean.
 
     Args:
         rule: :class:`ConfidenceThreshold` (Draft & Verify) or :class:`ProductThreshold` (AdaSPEED); its threshold is
             the initial one.
         target: the target acceptance rate α.
-        step: step of the threshold in a round, before smoothing (ε).
-        rate_memory, threshold_memory: β1 and β2.
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -231,19 +232,13 @@ class AdaptiveThreshold:
 
     rule: ConfidenceThreshold | ProductThreshold = field(default_factory=ConfidenceThreshold)
     target: float = 0.9
-    step: float = 0.01
-    rate_memory: float = 0.5
-    threshold_memory: float = 0.9
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, (ConfidenceThreshold, ProductThreshold)):
             raise SettingTypeError(
                 f"AdaptiveThreshold(rule) must be a ConfidenceThreshold or a ProductThreshold, got {self.rule!r}."
             )
-        for name in ("target", "step"):
-            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=False, one=False)
-        for name in ("rate_memory", "threshold_memory"):
-            check_share(f"AdaptiveThreshold({name})", getattr(self, name), zero=True, one=False)
+        check_share("AdaptiveThreshold(target)", self.target, zero=False, one=False)
 
     @property
     def confidence(self) -> Confidence | None:
@@ -259,19 +254,17 @@ class _Adapting(RunningBound):
         with memory.lock:
             threshold, rate = memory.value or (settings.rule.threshold, settings.target)
         super().__init__(settings.rule, [threshold] * rows)
-        self._rates, self._settings, self._max_draft, self._memory = [rate] * rows, settings, max_draft, memory
+        self._rates, self._target, self._max_draft, self._memory = [rate] * rows, settings.target, max_draft, memory
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        settings, thresholds = self._settings, list(self.thresholds)
+        thresholds = list(self.thresholds)
         for row, (count, kept) in enumerate(zip(drafted, accepted, strict=True)):
             if not count:
                 continue
-            rate = settings.rate_memory * self._rates[row] + (1 - settings.rate_memory) * kept / count
-            self._rates[row] = rate
-            if rate > settings.target and count >= self._max_draft:
-                continue
-            step = settings.step if rate <= settings.target else -settings.step
-            thresholds[row] = min(max(thresholds[row] + (1 - settings.threshold_memory) * step, 0.0), 1.0)
+            rate = self._rates[row] = _RATE_MEMORY * self._rates[row] + (1 - _RATE_MEMORY) * kept / count
+            if rate <= self._target or count < self._max_draft:
+                step = _STEP if rate <= self._target else -_STEP
+                thresholds[row] = min(max(thresholds[row] + (1 - _THRESHOLD_MEMORY) * step, 0.0), 1.0)
         self.thresholds = tuple(thresholds)
         with self._memory.lock:
             self._memory.value = sum(thresholds) / len(thresholds), sum(self._rates) / len(self._rates)

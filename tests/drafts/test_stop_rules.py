@@ -77,11 +77,11 @@ def test_adaptive_threshold_by_hand() -> None:
     assert asked(rule, 1.0, 1.0, 1.0) == [False, True, True]
     rule.begin()
     assert asked(rule, 0.805, 0.805, 0.8) == [False, False, True]
-    # Other constants; a probability stays one.
-    rule = running(AdaptiveThreshold(ConfidenceThreshold(0.5), 0.5, 0.1, rate_memory=0.0, threshold_memory=0.0))
-    rule.update([4, 4], [3, 2])  # above the target, and not
-    assert rule.thresholds == pytest.approx((0.4, 0.6))
-    for _ in range(12):
+    # Another target; a probability stays one.
+    rule = running(AdaptiveThreshold(ConfidenceThreshold(0.5), 0.4))
+    rule.update([4, 4], [2, 1])  # AR 0.45 and 0.325
+    assert rule.thresholds == pytest.approx((0.499, 0.501))
+    for _ in range(600):
         rule.update([4, 4], [4, 0])
     assert rule.thresholds == (0.0, 1.0)
 
