@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..batch import Draft, Text
@@ -20,35 +18,28 @@ class NeverCalledError(UnsupportedModelError):
     """No decoder layer ran in a forward."""
 
 
-@dataclass(frozen=True)
-class Scripted(DraftSource):
+class Scripted(DraftSource, Drafter):
     """Drafts the ``tokens`` of each row once, with wrong ones beside them and, in every second row, at the end; then a
-    few wrong ones, then nothing."""
+    few wrong ones, then nothing. It serves one generation, in which it is the drafter as well."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    lines_in_step: bool
+    takes_forwards = reads_logits = False
 
-    takes_forwards = False
+    def __init__(self, tokens: list[list[int]], lines_in_step: bool) -> None:
+        self._tokens, self._lines_in_step = tokens, lines_in_step
+        self._rounds = 0
 
     def start(self, session: Session) -> Drafter:
         session.target.cache.reserve(_NODES + 1)
-        return _ScriptedDrafter(self, session)
-
-
-class _ScriptedDrafter(Drafter):
-    reads_logits = False
-
-    def __init__(self, script: Scripted, session: Session) -> None:
-        self._script, self._target, self._vocabulary = script, session.target, session.vocabulary
-        self._is_tree = session.takes_trees and not script.lines_in_step
-        self._rounds = 0
+        self._target, self._vocabulary = session.target, session.vocabulary
+        self._is_tree = session.takes_trees and not self._lines_in_step
         self._nodes = max(2 * _DRAFTED, session.cap_by_logit_memory(_NODES))
+        return self
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self._rounds += 1
         right = [
             tokens[length - text.prompt_width :] or tokens[-1:]
-            for tokens, length in zip(self._script.tokens, text.lengths, strict=True)
+            for tokens, length in zip(self._tokens, text.lengths, strict=True)
         ]
         if self._rounds > 2:
             return Draft.none(text)
@@ -82,7 +73,7 @@ class _ScriptedDrafter(Drafter):
         """The states of each row's last token ``[b, 1, d]`` that enter a layer in the middle, and its number."""
         target = self._target
         layer = target.anatomy.num_layers // 2
-        if self._script.lines_in_step or not layer:
+        if self._lines_in_step or not layer:
             return None, 0
         run = target.step(text.last_tokens(), text.last_slots(), ForwardPass(target.full_plan, stop=layer))
         if run.captured is None:

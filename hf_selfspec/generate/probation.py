@@ -157,7 +157,7 @@ def _outcome(call: Any, decode: Decode, before: Contents) -> Outcome:
         outcome = Outcome(lines_in_step=lines_in_step)
         try:
             forced = replace(_short(call, number, chosen), anatomy=outcome.applied(call.anatomy))
-            logits = decode(forced, Scripted(tuple(map(tuple, chosen.tolist())), lines_in_step))
+            logits = decode(forced, Scripted(chosen.tolist(), lines_in_step))
         except Exception as error:  # whatever a model of others raises is a reason not to draft with it
             why = brief(error)
             if isinstance(error, NeverCalledError):
