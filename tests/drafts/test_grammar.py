@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -68,51 +68,36 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def of_xgrammar(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
-    xgrammar = library("xgrammar")
-    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY))
-    if schema is None:
-        return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_regex(regex))
-    return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
-
-
-def of_outlines(module: str, name: str, *settings: str) -> Callable[..., Any]:
-    """How outlines makes a processor with one of its backends; ``settings`` are further ones for a schema."""
-
-    def made(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
-        backend = _backend(tokenizer, module, name)
-        if schema is None:
-            return backend.get_regex_logits_processor(regex)
-        return backend.get_json_schema_logits_processor(schema, *settings)
-
-    return made
-
-
-def _backend(tokenizer: PreTrainedTokenizerFast, module: str, name: str) -> Any:
-    outlines = library("outlines")
-    if module == "xgrammar":
-        library("xgrammar")
-    kind = getattr(importlib.import_module(f"outlines.backends.{module}"), name)
-    return kind(outlines.from_transformers(MODEL, tokenizer))
-
-
-def of_llguidance(tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
-    matcher = library("llguidance").LLMatcher
-    if schema is None:
-        grammar = matcher.grammar_from_regex(regex)
-    else:
-        grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    made = _backend(tokenizer, "llguidance", "LLGuidanceBackend")
-    kind = importlib.import_module("outlines.backends.llguidance").LLGuidanceLogitsProcessor
-    return kind(grammar, made.llg_tokenizer, "torch")
-
-
-LIBRARIES = {
-    "xgrammar": of_xgrammar,
-    "xgrammar in outlines": of_outlines("xgrammar", "XGrammarBackend"),
-    "outlines-core": of_outlines("outlines_core", "OutlinesCoreBackend", ""),
-    "llguidance": of_llguidance,
+# How outlines makes processors with its backends: their modules and names, and further settings for a schema.
+BACKENDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "xgrammar in outlines": ("xgrammar", "XGrammarBackend", ()),
+    "outlines-core": ("outlines_core", "OutlinesCoreBackend", ("",)),
+    "llguidance": ("llguidance", "LLGuidanceBackend", ()),
 }
+
+
+def processor_of(name: str, tokenizer: PreTrainedTokenizerFast, schema: str | None, regex: str | None) -> Any:
+    if name not in BACKENDS:
+        xgrammar = library("xgrammar")
+        compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCABULARY))
+        if schema is None:
+            return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_regex(regex))
+        return xgrammar.contrib.hf.LogitsProcessor(compiler.compile_json_schema(schema, any_whitespace=False))
+    (module, backend_name, settings), outlines = BACKENDS[name], library("outlines")
+    if module != "outlines_core":
+        library(module)
+    backends = importlib.import_module(f"outlines.backends.{module}")
+    backend = getattr(backends, backend_name)(outlines.from_transformers(MODEL, tokenizer))
+    if schema is None:
+        return backend.get_regex_logits_processor(regex)
+    if module == "llguidance":
+        strict = {"whitespace_flexible": False}
+        grammar = library(module).LLMatcher.grammar_from_json_schema(schema, overrides=strict)
+        return backends.LLGuidanceLogitsProcessor(grammar, backend.llg_tokenizer, "torch")
+    return backend.get_json_schema_logits_processor(schema, *settings)
+
+
+LIBRARIES = {name: partial(processor_of, name) for name in ("xgrammar", *BACKENDS)}
 GRAMMARS = {"json": (json.dumps(SCHEMA), None), "regex": (None, REGEX)}
 libraries_warn = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method`:DeprecationWarning",  # of torch.compile
@@ -160,7 +145,7 @@ def test_ids_are_plain_generates_for_many_prompts(library: str, kind: str, token
 @pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "assistant_early_exit"])
 def test_transformers_own_drafts_bring_a_grammar_out_of_step(option: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """They call its processor for tokens that are then rejected; the README says so."""
-    processor = of_xgrammar(tokenizer, *GRAMMARS["regex"])
+    processor = LIBRARIES["xgrammar"](tokenizer, *GRAMMARS["regex"])
     with pytest.raises(AssertionError):
         generated(tokenizer, ragged_batch((12,), seed=0), None, processor, **{option: 3})
 
