@@ -1,9 +1,6 @@
 """Early-exit loss and layer dropout on every architecture, against the model's own forwards."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +15,11 @@ from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.plan import LayerPlan
-from hf_selfspec.train import loss_scale
+from hf_selfspec.train import loss_scale, training
 
 # As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
-ROWS, WIDTH, HEADS = 4, 7, 4
-SEED, STEPS = 5, 100
+ROWS, WIDTH = 4, 7
+Outcome = tuple[float, dict[str, torch.Tensor]]
 
 
 @lru_cache(maxsize=1)
@@ -52,21 +49,20 @@ def batch() -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
 
 
-def run(model: PreTrainedModel) -> tuple[float, dict[str, torch.Tensor]]:
+def run(model: PreTrainedModel) -> Outcome:
     """The loss on :func:`batch` and its gradients, by parameter name."""
     model.zero_grad()
     loss = model(**batch()).loss  # without the number of tokens of the whole step, a mean over the batch
+    return of_backward(model, loss)
+
+
+def of_backward(model: PreTrainedModel, loss: torch.Tensor) -> Outcome:
     loss.backward()
-    return loss.item(), gradients(model)
+    named = model.named_parameters()
+    return loss.item(), {name: value.grad.clone() for name, value in named if value.grad is not None}
 
 
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
-
-
-def assert_same(
-    trained: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
-) -> None:
+def assert_same(trained: Outcome, expected: Outcome) -> None:
     """Equal in float32; what has no gradient in one of the two has one of zeros in the other."""
     assert trained[0] == pytest.approx(expected[0], rel=1e-5)
     largest = max(gradient.abs().max().item() for gradient in expected[1].values())
@@ -74,25 +70,6 @@ def assert_same(
     for name in trained[1].keys() | expected[1].keys():
         pair = torch.broadcast_tensors(*(each[1].get(name, torch.zeros(())) for each in (trained, expected)))
         torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-6 * largest, msg=name)
-
-
-def begin(callback: Any, model: PreTrainedModel) -> None:
-    """As in a training that was checked."""
-    callback._served = True
-    callback.on_train_begin(SimpleNamespace(seed=SEED), None, None, model=model)
-
-
-@contextmanager
-def training_step(callback: Any, model: PreTrainedModel, step: int = 0) -> Iterator[None]:
-    """What the Trainer does with a callback around one step."""
-    args, state = SimpleNamespace(seed=SEED), SimpleNamespace(global_step=step, max_steps=STEPS)
-    try:
-        begin(callback, model)
-        callback.on_step_begin(args, state, None)
-        yield
-        callback.on_pre_optimizer_step(args, state, None)
-    finally:
-        callback.detach()
 
 
 @pytest.mark.every_run(EVERY_RUN)
@@ -113,19 +90,18 @@ def test_early_exit_loss(name: str) -> None:
         for exit_layer, weight in weights.items():
             with obeying(ForwardPass(LayerPlan.early_exit(last, exit_layer))):
                 total = total + weight * model(**batch()).loss
-    total.backward()
-    expected = total.item(), gradients(model)
+    expected = of_backward(model, total)
 
-    with training_step(callback, model):
+    with training(model, [callback], steps=1) as loop, loop.step():
         trained = run(model)
     assert_same(trained, expected)
     plain = run(model)[1]
     assert any(not torch.allclose(trained[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
 
 
-def stays(step: int, rates: list[float]) -> np.ndarray:
-    """``[b, L]`` which rows stay in which layers: drawn from the seed and the step, row by row."""
-    return np.random.default_rng([SEED, step]).random((ROWS, len(rates))) >= np.array(rates)
+def stays(seed: int, rates: list[float]) -> np.ndarray:
+    """``[b, L]`` which rows stay in which layers in the first step: drawn from the seed and the step, row by row."""
+    return np.random.default_rng([seed, 0]).random((ROWS, len(rates))) >= np.array(rates)
 
 
 @pytest.mark.every_run(EVERY_RUN)
@@ -135,17 +111,15 @@ def test_layer_dropout(name: str) -> None:
     model = _model(name)
     anatomy = Anatomy.of(model)
     last = anatomy.num_layers - 1
-    callback = LayerDropout(0.7)
     rates = [0.7 * (2 ** (layer / last) - 1) for layer in range(last + 1)]
-    drawn = [(step, stays(step, rates)) for step in range(STEPS)]
-    parted = next(step for step, kept in drawn if (kept.any(0) & ~kept.all(0))[1:].all())
-    emptied = next(step for step, kept in drawn if not kept[:, -2].any() and kept[:, -1].any())
+    drawn = [(seed, stays(seed, rates)) for seed in range(100)]
+    parted = next(seed for seed, kept in drawn if (kept.any(0) & ~kept.all(0))[1:].all())
+    emptied = next(seed for seed, kept in drawn if not kept[:, -2].any() and kept[:, -1].any())
     plain = run(model)[0]
-    for step in (parted, emptied):
-        kept = stays(step, rates)
-        with rows_put_back(anatomy.layers, kept):
+    for seed in (parted, emptied):
+        with rows_put_back(anatomy.layers, stays(seed, rates)):
             expected = run(model)
-        with training_step(callback, model, step):
+        with training(model, [LayerDropout(0.7)], steps=1, seed=seed) as loop, loop.step():
             trained = run(model)
         assert_same(trained, expected)
         assert abs(trained[0] - plain) > 1e-5
@@ -162,6 +136,7 @@ def test_layer_dropout(name: str) -> None:
 def test_refused(name: str, callback: Any, words: str) -> None:
     model = _model(name)
     before = attributes_of(model)
-    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} {words}"):
-        begin(callback(), model)
+    refused = training(model, [callback()], steps=1)
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} {words}"), refused:
+        pass
     assert attributes_of(model) == before

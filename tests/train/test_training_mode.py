@@ -1,7 +1,6 @@
 """Models as trainers leave them: training mode, gradient checkpointing, the cache switched off in the config."""
 
 import warnings
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -13,18 +12,14 @@ from transformers import MptConfig, MptForCausalLM, PreTrainedModel
 from helpers.architectures import build
 from helpers.machine import Machine
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    OnTheFlySearch,
-    SelfSpec,
-    SkipLayers,
-    TopKTree,
-    first_differences,
-)
+from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree, first_differences
 
-# Older versions of transformers and PEFT go by these names.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`(is_)?gradient_checkpointing:FutureWarning",  # older versions of transformers and PEFT go by these names
+    "ignore:.*in training mode with gradient checkpointing",  # told once
+    "ignore:.*(cannot take|are padded on the right)",
+    "ignore:None of the inputs have requires_grad=True",
+)
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 SPECS = {
@@ -33,16 +28,6 @@ SPECS = {
     "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
     "search": SelfSpec(draft=SkipLayers(search=OnTheFlySearch(8, budget=1.0))),
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """What a user is told of checkpointing once is the matter of one test alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*in training mode with gradient checkpointing")
-        warnings.filterwarnings("ignore", message=".*(cannot take|are padded on the right)")
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        yield
 
 
 def in_training(model: PreTrainedModel, reentrant: bool = False, dropout: float = 0.0) -> PreTrainedModel:
@@ -85,11 +70,10 @@ def test_checkpointing_is_suspended(name: str, draft: str) -> None:
 
 
 def test_checkpointing_with_lora() -> None:
-    model = in_training(tiny_llama(3, factor=0.5))
+    """And the model can be trained on."""
     torch.manual_seed(3)
     config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    lora = peft.get_peft_model(model, config)
-    lora.train()
+    lora = peft.get_peft_model(in_training(tiny_llama(3, factor=0.5)), config).train()
     lora.enable_input_require_grads()
     check_as_without_a_cache(lora)
     lora(**BATCH, labels=BATCH["input_ids"]).loss.backward()
@@ -106,50 +90,36 @@ def test_checkpointing_of_some_layers_comes_back_after_an_error() -> None:
     assert flags(model) == before
 
 
-def test_dropout_stays_on() -> None:
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_dropout_stays_on_and_the_user_is_told_once() -> None:
     """Plain generate does not leave training mode, so dropout is part of the model that is sampled from."""
     model = in_training(build("gpt2"), dropout=0.3)
     modes: set[tuple[bool, bool]] = set()
     for layer in model.transformer.h:
         layer.register_forward_pre_hook(lambda module, _: modes.add((module.training, module.gradient_checkpointing)))
-    ids = model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
-    assert modes == {(True, False)}
-    assert ids.shape == (3, 9 + 16)
-
-
-@pytest.mark.usefixtures("no_warnings_yet")
-def test_the_user_is_told_once() -> None:
-    model = in_training(tiny_llama(3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
-    told = [str(warning.message) for warning in caught if "gradient checkpointing" in str(warning.message)]
-    assert len(told) == 1
-    assert "generate(use_cache=False)" in told[0]
-    assert "model.eval()" in told[0]
+            ids = model.generate(**BATCH, **OPTIONS, assistant=SPECS["exit"])
+    assert modes == {(True, False)}
+    assert ids.shape == (3, 9 + 16)
+    (told,) = [str(warning.message) for warning in caught if "gradient checkpointing" in str(warning.message)]
+    assert "generate(use_cache=False)" in told
+    assert "model.eval()" in told
 
 
 def test_cache_switched_off_by_the_model() -> None:
     """As in MPT's default configuration; the tokens are the same with a cache."""
-    settings: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": VOCABULARY, "max_seq_len": 64}
     torch.manual_seed(0)
-    model = MptForCausalLM(MptConfig(**settings)).eval()
+    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=4, vocab_size=VOCABULARY, max_seq_len=64)).eval()
     assert model.generation_config.use_cache is False
-    batch, spec = ragged_batch(), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(**batch, **options, return_dict_in_generate=True)
+    call: dict[str, Any] = {**ragged_batch(), **OPTIONS, "eos_token_id": None, "return_dict_in_generate": True}
+    expected = model.generate(**call)
     for argument in ("assistant", "custom_generate"):
-        output = model.generate(**batch, **options, return_dict_in_generate=True, **{argument: spec})
+        output = model.generate(**call, **{argument: SPECS["exit"]})
         assert torch.equal(output.sequences, expected.sequences)
         assert output.past_key_values is expected.past_key_values is None
     assert model.generation_config.use_cache is False
-
-
-def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as accelerate leaves it for ``bf16=True``: autocast is around the forward of the instance."""
-    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
-    return model
 
 
 @pytest.mark.every_run("(exit|search)-ragged batch|tree-one row")
@@ -158,10 +128,12 @@ def in_mixed_precision(model: PreTrainedModel) -> PreTrainedModel:
 def test_parts_run_in_the_mixed_precision_of_the_whole(
     draft: str, inputs: dict[str, torch.Tensor], machine: Machine
 ) -> None:
-    model, spec = in_mixed_precision(tiny_llama(factor=0.5)), SPECS.get(draft, SelfSpec(EarlyExit(2), FixedLength(3)))
+    """As accelerate leaves it for ``bf16=True``: autocast is around the forward of the instance."""
+    model = tiny_llama(factor=0.5)
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
     if draft == "captured":
         machine.graphs_are_taken()
     expected = model.generate(**inputs, **OPTIONS)
-    ids = model.generate(**inputs, **OPTIONS, assistant=spec)
+    ids = model.generate(**inputs, **OPTIONS, assistant=SPECS.get(draft, SelfSpec(EarlyExit(2), FixedLength(3))))
     for difference in first_differences(model, expected, ids, inputs["attention_mask"]):
         assert difference.margin < 8 * torch.finfo(torch.bfloat16).eps
