@@ -5,19 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from helpers.fitted import EXIT, arguments, rows
 from helpers.models import tiny_llama
-from hf_selfspec import (
-    EarlyExitAdapter,
-    SelfSpec,
-    attach,
-    fit_adapter,
-    fit_exit_heads,
-    fit_mtp,
-    fit_probe,
-)
+from hf_selfspec import EarlyExitAdapter, Lookup, SelfSpec, attach, fit_adapter, fit_exit_heads, fit_mtp, fit_probe
 from hf_selfspec.modules.adapter import Adapter
 from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import fit as fits
@@ -58,20 +49,28 @@ def test_parts_have_a_speed(
     assert all(config is usual for config in configs)
 
 
-class Clock:
-    """Seconds that only calls of ``generate`` take: 2 without an assistant, 1 with one, and with free drafts others."""
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("free", "pays"), [(0.5, False), (1.5, True)])
+def test_parts_that_add_nothing_to_free_drafts(free: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which only calls take time: 2 seconds without an assistant, 1 with the part, and with free drafts
+    so many, or with both twice as many."""
+    model, part, clock = tiny_llama(3), Adapter(EXIT, 64, 4), [0.0]
+    spec, original = SelfSpec.kangaroo(part), type(model).generate
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, with_free: float) -> None:
-        self.now = 0.0
-        original = type(model).generate
+    def generate(model: Any, *args: Any, **options: Any) -> Any:
+        draft = options["assistant"] and options["assistant"].draft
+        clock[0] += {False: 2.0, EarlyExitAdapter: 1.0, Lookup: free}.get(draft and type(draft), 2 * free)
+        return original(model, *args, **options)
 
-        def generate(model: Any, *args: Any, **options: Any) -> Any:
-            spec = options.get("assistant")
-            self.now += 2.0 if spec is False else 1.0 if isinstance(spec.draft, EarlyExitAdapter) else with_free
-            return original(model, *args, **options)
-
-        monkeypatch.setattr(type(model), "generate", generate)
-        monkeypatch.setattr(fits, "perf_counter", lambda: self.now)
+    monkeypatch.setattr(type(model), "generate", generate)
+    monkeypatch.setattr(fits, "perf_counter", lambda: clock[0])
+    if pays:
+        figures = speed_figures(part, model, TEXT, spec)
+    else:
+        with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
+            figures = speed_figures(part, model, TEXT, spec)
+    assert list(figures.values()) == [2.0, round(1 / free, 2), round(2 / free, 2)]
+    assert speed_figures(part, model, TEXT[:0], spec) == {}
 
 
 def test_parts_are_compared_to_the_model_alone() -> None:
@@ -80,28 +79,6 @@ def test_parts_are_compared_to_the_model_alone() -> None:
     with attach(model, SelfSpec.lookup()) as spec:
         speeds(model, TEXT[:2], 4, [SelfSpec.lookup()])
         assert spec.stats is None
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("with_free", "pays"), [(0.5, False), (1.5, True)])
-def test_parts_that_add_nothing_to_free_drafts(with_free: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free drafts take so many seconds, both together twice as many; the part alone 1 and plain generate 2."""
-    model, part = tiny_llama(3), Adapter(EXIT, 64, 4)
-    Clock(monkeypatch, model, with_free)
-
-    def slower_together(*args: Any) -> list[float]:
-        alone, together, free = speeds(*args)
-        return [alone, together / 2, free]
-
-    monkeypatch.setattr(fits, "speeds", slower_together)
-    if pays:
-        figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo(part))
-    else:
-        with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
-            figures = speed_figures(part, model, TEXT, SelfSpec.kangaroo(part))
-    assert figures["speed over plain generate"] == 2.0
-    assert figures["speed of free drafts alone"] == round(2 / with_free, 2)
-    assert speed_figures(part, model, TEXT[:0], SelfSpec.kangaroo(part)) == {}
 
 
 def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
