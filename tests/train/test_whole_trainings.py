@@ -34,23 +34,22 @@ from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational
 from hf_selfspec.train import exponential, loss_scale, training
 
 
+def assert_same_training(run: Any, expected: Any) -> None:
+    """To the last bit of weights and logged losses."""
+    assert_equal(weights(run.model), weights(expected.model))
+    for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
+        assert history(run, key) == history(expected, key)
+
+
 def test_evaluation(tmp_path: Path) -> None:
     """Its loss is the plain model's, and the training goes on as if there had been none."""
     snapshots: list[dict[str, torch.Tensor]] = []
-
-    class Snapshot(TrainerCallback):
-        def on_evaluate(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            snapshots.append(weights(model))
-
-    evaluated = rows(6, seed=9)
+    watch, evaluated = TrainerCallback(), rows(6, seed=9)
+    watch.on_evaluate = lambda *args, model, **kwargs: snapshots.append(weights(model))
     options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 6}
-    run = train(tmp_path, [*BOTH["both"](), Snapshot()], settings={"eval_dataset": evaluated}, **options)
-    unevaluated = train(tmp_path, BOTH["both"]())
-    assert_equal(weights(run.model), weights(unevaluated.model))
-    for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
-        assert history(run, key) == history(unevaluated, key)
-    batch = stacked(evaluated)
-    losses = history(run, "eval_loss")
+    run = train(tmp_path, [*BOTH["both"](), watch], settings={"eval_dataset": evaluated}, **options)
+    assert_same_training(run, train(tmp_path, BOTH["both"]()))
+    batch, losses = stacked(evaluated), history(run, "eval_loss")
     assert len(losses) == len(snapshots) == 4
     for loss, snapshot in zip(losses, snapshots, strict=True):
         model = tiny().eval()
@@ -62,17 +61,9 @@ def test_evaluation(tmp_path: Path) -> None:
 
 def test_resume(tmp_path: Path) -> None:
     """From a checkpoint in the middle, with shuffled data and Adam: the same weights and the same logs."""
-    options = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "train_sampling_strategy": "random",
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear"}
+    options |= {"train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 2}
 
     def callbacks() -> list[TrainerCallback]:
         return [EarlyExitLoss(1.0, Gradual(), scale=loss_scale), LayerDropout(0.6, exponential)]
@@ -80,11 +71,8 @@ def test_resume(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", callbacks(), **options)
     resumed = trainer(tiny(seed=5), callbacks(), tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert_equal(weights(resumed.model), weights(whole.model))
-    keys = {key for entry in whole.state.log_history for key in entry if "loss" in key and key != "train_loss"}
-    assert keys == {"loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"}
-    for key in keys:
-        assert history(resumed, key) == history(whole, key)
+    assert_same_training(resumed, whole)
+    assert history(whole, "loss/exit_2")
 
 
 def test_saved_models_are_ordinary(tmp_path: Path) -> None:
@@ -145,16 +133,14 @@ def with_lora(head: bool = False) -> PeftModel:
 @pytest.mark.parametrize("head", [False, True], ids=["adapters", "adapters and head"])
 def test_lora(tmp_path: Path, head: bool) -> None:
     """Adapters (and a head that is trained) move as by hand; all other weights stay as they are, to the last bit."""
-    before = weights(with_lora(head))
-    expected = ByHand(with_lora(head), rotational_shares, p_max=0.6)
+    before, expected = weights(with_lora(head)), ByHand(with_lora(head), rotational_shares, p_max=0.6)
     run = train(tmp_path, BOTH["both"](), with_lora(head))
-    trained_weights = weights(run.model)
+    after = weights(run.model)
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
-    assert_close(trained_weights, expected.weights)
-    changed = {name for name in trained_weights if not torch.equal(trained_weights[name], before[name])}
+    assert_close(after, expected.weights)
     # The adapters of the last layer's projections may get no gradient from a step, but each gets some in three.
-    trained = {name for name in trained_weights if "lora_" in name or (head and "lm_head.modules_to_save" in name)}
-    assert changed == trained
+    trained = {name for name in after if "lora_" in name or (head and "lm_head.modules_to_save" in name)}
+    assert {name for name in after if not torch.equal(after[name], before[name])} == trained
     assert len(trained) == LAYERS * 4 + head
 
 
@@ -182,27 +168,11 @@ def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loop.logs())
-    after = attributes_of(model)
-    assert after.keys() == before.keys()
-    assert all(after[key] is value or after[key] == value for key, value in before.items())
+    assert attributes_of(model) == before
     expected = train(tmp_path, BOTH["both"]())
     assert_close(weights(model), weights(expected.model))
     for logs, logged in zip(losses, expected.state.log_history, strict=False):  # at the end come times
         assert logs == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
-
-
-class Bomb(TrainerCallback):
-    """Raises when called for the ``fuse``-th time at its place: a module, or an event of the Trainer."""
-
-    def __init__(self, place: str, fuse: int) -> None:
-        self.fuse = fuse
-        if place.startswith("on_"):
-            setattr(self, place, self.tick)
-
-    def tick(self, *args: Any, **kwargs: Any) -> None:
-        self.fuse -= 1
-        if self.fuse == 0:
-            raise ZeroDivisionError
 
 
 def test_after_a_training(tmp_path: Path) -> None:
@@ -222,55 +192,52 @@ def test_after_a_training(tmp_path: Path) -> None:
         run.train()
     assert calls == set(names)
     assert run.__dict__["log"] is user_log
-    again = train(tmp_path, callbacks)
-    assert_equal(weights(again.model), weights(run.model))
-    assert history(again, "loss/exit_3") == history(run, "loss/exit_3")
+    assert_same_training(train(tmp_path, callbacks), run)
 
 
 def test_a_batch_size_that_is_found(tmp_path: Path) -> None:
     """A training that begins again with smaller batches is one that began with them, and leaves nothing either."""
-    model = tiny()
 
     def fill(module: Any, args: tuple[torch.Tensor, ...]) -> None:
         if len(args[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    model.lm_head.register_forward_pre_hook(fill)
-    run = trainer(model, BOTH["both"](), tmp_path, auto_find_batch_size=True)
+    run = trainer(tiny(), BOTH["both"](), tmp_path, auto_find_batch_size=True)
+    run.model.lm_head.register_forward_pre_hook(fill)
     with left_as_it_was(run):
         run.train()
-    small = train(tmp_path, BOTH["both"](), per_device_train_batch_size=2)
-    assert_equal(weights(model), weights(small.model))
-    for key in ("loss", "loss/exit_4"):
-        assert history(run, key) == history(small, key)
+    assert_same_training(run, train(tmp_path, BOTH["both"](), per_device_train_batch_size=2))
 
 
 @pytest.mark.parametrize(
     ("place", "fuse"), [("model.layers.2", 3), ("on_train_begin", 1), ("on_pre_optimizer_step", 2)]
 )
 def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
-    """Wherever it comes from; the same callbacks then train as if nothing had been."""
-    callbacks, bomb, model = BOTH["both"](), Bomb(place, fuse), tiny()
+    """Wherever it comes from, when that is called so often; the same callbacks then train as if nothing had been."""
+    callbacks, called, bomb, model = BOTH["both"](), list[int](), TrainerCallback(), tiny()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+    def tick(*args: Any, **kwargs: Any) -> None:
+        called.append(1)
+        if len(called) == fuse:
+            raise ZeroDivisionError
+
     if "." in place:
-        model.get_submodule(place).register_forward_pre_hook(bomb.tick)
+        model.get_submodule(place).register_forward_pre_hook(tick)
+    else:
+        setattr(bomb, place, tick)
     run = trainer(model, [*callbacks, bomb], tmp_path, **options)
     with left_as_it_was(run), pytest.raises(ZeroDivisionError):
         run.train()
-    assert bomb.fuse == 0
-    again, fresh = train(tmp_path, callbacks, **options), train(tmp_path, BOTH["both"](), **options)
-    assert_equal(weights(again.model), weights(fresh.model))
-    assert history(again, "loss/exit_3") == history(fresh, "loss/exit_3")
+    assert len(called) == fuse
+    assert_same_training(train(tmp_path, callbacks, **options), train(tmp_path, BOTH["both"](), **options))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_made_meanwhile(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """A teacher that a callback copies in each step is the plain model, and trains and changes nothing."""
-    teachers: list[Any] = []
-
-    class Copying(TrainerCallback):
-        def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            teachers.append(copied(model))
+    teachers, copying = list[Any](), TrainerCallback()
+    copying.on_step_begin = lambda *args, model, **kwargs: teachers.append(copied(model))
 
     class Distilling(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,14 +247,14 @@ def test_copies_made_meanwhile(tmp_path: Path, copied: Callable[[Any], Any]) -> 
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     usual = train(tmp_path, BOTH["both"](), **{CHECKPOINTING: copied is copy.deepcopy})  # its hook has no pickle
-    run = Distilling(tiny(), usual.args, train_dataset=rows(16), callbacks=[*BOTH["both"](), Copying()])
+    run = Distilling(tiny(), usual.args, train_dataset=rows(16), callbacks=[*BOTH["both"](), copying])
     run.train()
     assert_equal(weights(run.model), weights(usual.model))
     plain = attributes_of(run.model)
     for teacher in (teachers[0], teachers[-1]):
-        found = attributes_of(teacher)
-        assert found.keys() == plain.keys()
-        assert [key for key in plain if key.endswith("(number)") and plain[key] != found[key]] == []
+        attributes = attributes_of(teacher)
+        assert attributes.keys() == plain.keys()
+        assert [key for key in plain if key.endswith("(number)") and plain[key] != attributes[key]] == []
 
 
 def test_other_threads(tmp_path: Path) -> None:
