@@ -68,9 +68,8 @@ def test_training(
     """
     monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
     expected = ByHand(start(), shares, distils="self_distillation" in settings)
-    run = train(
-        tmp_path, [EarlyExitLoss(1.0, **{"curriculum": Rotational(1), "scale": loss_scale} | settings)], start()
-    )
+    callback = EarlyExitLoss(1.0, **{"curriculum": Rotational(1), "scale": loss_scale} | settings)
+    run = train(tmp_path, [callback], start())
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     for layer in (2, 3, 4):
         losses = [exits[layer] for exits in expected.exits if layer in exits]
@@ -96,9 +95,8 @@ def routers_loss(router_logits: tuple[torch.Tensor, ...], chosen: int) -> torch.
 
 def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
     """As in plain training: with its own coefficient, whatever the last exit weighs, and not as a cross entropy."""
-    model = build("mixtral")
+    model = build("mixtral").train()
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.3
-    model.train()
     samples = stacked(rows(4))
     exits = {layer: exit_loss(model, samples, layer) / targets(samples) for layer in ALL}
     router = model.model(**{k: samples[k] for k in ("input_ids", "attention_mask")}, output_router_logits=True)
@@ -141,27 +139,18 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
 
 def test_logged_exits(tmp_path: Path) -> None:
     """Nats per token of each exit, mean over the tokens of the steps since the last log in which it was on."""
-    events: list[dict[str, float]] = []
-
-    class Report(TrainerCallback):
-        def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
-            events.append(dict(logs))
-
-    run = train(
-        tmp_path, [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), Report()], tiny(), max_steps=6, logging_steps=3
-    )
-    hand = ByHand(tiny(), rotational_shares, steps=6)
-    expected = []
-    for steps in (range(3), range(3, 6)):
-        entry = {}
+    events, report = list[dict[str, float]](), TrainerCallback()
+    report.on_log = lambda *args, logs, **kwargs: events.append(dict(logs))
+    callbacks = [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), report]
+    run, hand = train(tmp_path, callbacks, max_steps=6, logging_steps=3), ByHand(tiny(), rotational_shares, steps=6)
+    expected: list[dict[str, Any]] = [{}, {}, {}]  # the last one has times
+    for entry, steps in zip(expected, (range(3), range(3, 6)), strict=False):
         for layer in (2, 3, 4):
             on = [step for step in steps if layer in hand.exits[step]]
-            tokens = sum(hand.targets[step] for step in on)
-            entry[f"loss/exit_{layer}"] = sum(hand.exits[step][layer] * hand.targets[step] for step in on) / tokens
-        expected.append(entry)
-    logged = [{key: value for key, value in entry.items() if "exit" in key} for entry in run.state.log_history]
-    assert logged == [pytest.approx(expected[0], rel=1e-5), pytest.approx(expected[1], rel=1e-5), {}]
-    assert [{key: value for key, value in entry.items() if "exit" in key} for entry in events] == logged
+            total = sum(hand.exits[step][layer] * hand.targets[step] for step in on)
+            entry[f"loss/exit_{layer}"] = pytest.approx(total / sum(hand.targets[step] for step in on), rel=1e-5)
+    for logged in (run.state.log_history, events):
+        assert [{key: value for key, value in entry.items() if "exit" in key} for entry in logged] == expected
 
 
 def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,52 +168,29 @@ def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.
     assert max(size[1] for size in chunks) == 5
 
 
-def test_gradients_are_added_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a model in bfloat16 whose head sees one token at a time, by hand: in bfloat16 the sum is too far off."""
-    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", VOCABULARY)
-    model, samples, shares = tiny().bfloat16().train(), stacked(rows(32)), {2: 0.45, 3: 0.45, 4: 0.1}
-    head, is_target, tokens = model.lm_head, samples["labels"][:, 1:] != -100, samples["labels"][:, 1:]
-    states = model.model(samples["input_ids"], output_hidden_states=True).hidden_states
-    last = shares[4] * exit_loss(model, samples, 4)
-    (exact,) = torch.autograd.grad(last, head.weight, retain_graph=True)
-    exact, rounded = exact.double(), exact.clone()
-    for layer in (2, 3):
-        exits = model.model.norm(states[layer])[:, :-1][is_target].detach()
-        for state, token in zip(exits.split(1), tokens[is_target].split(1), strict=True):
-            loss = F.cross_entropy(head(state).float(), token)
-            (gradient,) = torch.autograd.grad(shares[layer] * loss, head.weight)
-            exact += gradient.double()
-            rounded += gradient
-    gradients: list[torch.Tensor] = []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            gradients.append(model.lm_head.weight.grad * targets(samples))
-
-    callback = EarlyExitLoss(1.0, layers=[2, 3], scale=lambda layer, *_: shares[layer + 1] if layer else 0.0)
-    options = {"per_device_train_batch_size": 32, "max_steps": 1}
-    train(tmp_path, [callback, Keep()], tiny().bfloat16(), data=rows(32), **options)
-    off = [((value.double() - exact).norm() / exact.norm()).item() for value in (*gradients, rounded)]
-    assert off[0] < 0.005
-    assert off[1] > 0.02
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["mixed", "pure"])
-def test_gradients_are_not_too_small_for_float16(dtype: torch.dtype) -> None:
-    """Of an exit that weighs little, scaled as in mixed precision: by a factor that float16 does not have."""
+@pytest.mark.parametrize(
+    ("dtype", "head_dtype", "share", "tokens", "chunk"),
+    [
+        (torch.float32, torch.float16, 1e-6, 40, 7),
+        (torch.float16, torch.float16, 1e-6, 40, 7),
+        (torch.bfloat16, torch.bfloat16, 0.5, 2000, 1),
+    ],
+)
+def test_gradients_in_16_bits(
+    dtype: torch.dtype, head_dtype: torch.dtype, share: float, tokens: int, chunk: int
+) -> None:
+    """Of an exit that weighs little, in mixed precision and without, scaled by a factor that float16 does not have; and
+    of so many chunks that a sum in bfloat16 would be too far off."""
     torch.manual_seed(0)
-    share, scale, tokens = 1e-6, 2.0**20, torch.randint(VOCABULARY, (40,))
-    tensors = [
-        torch.randn(1, 40, 16).to(dtype).requires_grad_(),
-        torch.randn(VOCABULARY, 16).to(dtype).requires_grad_(),
-    ]
+    wanted, scale = torch.randint(VOCABULARY, (tokens,)), 2.0**20
+    tensors = [torch.randn(*shape).to(dtype).requires_grad_() for shape in ((1, tokens, 16), (VOCABULARY, 16))]
     exact = [value.detach().double().requires_grad_() for value in tensors]
-    (scale * share * F.cross_entropy(exact[0][0] @ exact[1].T, tokens, reduction="sum")).backward()
+    (scale * share * F.cross_entropy(exact[0][0] @ exact[1].T, wanted, reduction="sum")).backward()
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        return states.to(torch.float16) @ tensors[1].to(torch.float16).T
+        return states.to(head_dtype) @ tensors[1].to(head_dtype).T
 
-    total, _ = exit_training._ExitLosses.apply(head, tokens, None, [share], 7, *tensors)
+    total, _ = exit_training._ExitLosses.apply(head, wanted, None, [share], chunk, *tensors)
     (scale * total).backward()
     for value, right in zip(tensors, exact, strict=True):
-        assert (value.grad.double() - right.grad).norm() < 0.002 * right.grad.norm()
+        assert (value.grad.double() - right.grad).norm() < 0.005 * right.grad.norm()
