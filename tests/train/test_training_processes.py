@@ -29,55 +29,39 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two processes found, by wrapper, case and rank; both wrappers in one launch, for its start takes longest."""
     folder = tmp_path_factory.mktemp("distributed")
     in_two_processes("distributed_training.py", folder)
-    of_all = {
-        (wrapper, case, rank): torch.load(path)
-        for wrapper in WRAPPERS
-        for case in CASES
-        for rank in (0, 1)
-        if (path := folder / f"{wrapper}-{case}-{rank}.pt").exists()
-    }
-    return of_all
+    keys = [(wrapper, case, rank) for wrapper in WRAPPERS for case in CASES for rank in (0, 1)]
+    return {(wrapper, case, rank): torch.load(folder / f"{wrapper}-{case}-{rank}.pt") for wrapper, case, rank in keys}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("exits")])
-def test_early_exit_loss(results: Results, tmp_path: Path, wrapper: str, case: str) -> None:
-    """Weights and logs of one process with batches twice as large."""
-    callbacks, options = CASES[case]
-    expected = trainer(tiny(), callbacks(), tmp_path, **({"per_device_train_batch_size": 4} | options))
-    expected.train()
-    for rank in (0, 1):
-        result = results[wrapper, case, rank]
-        assert result["kind"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[wrapper]
-        assert_close(result["weights"], weights(expected.model))
-        assert result["attributes"] == []
-        logs = [entry["loss"] for entry in result["logs"]]
-        assert logs == pytest.approx(history(expected), rel=1e-5)
-        for key in ("loss/exit_2", "loss/exit_3", "loss/exit_4"):
-            values = [entry[key] for entry in result["logs"] if key in entry]
-            assert values == pytest.approx(history(expected, key), rel=1e-5)
-            assert values
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("exits")])
-def test_layer_dropout(results: Results, wrapper: str, case: str) -> None:
-    """Both ranks drop the same of their two rows, also all of them; the weights are those of a training by hand."""
-    shares = rotational_shares if "both" in case else lambda step: {4: 1.0}
-    expected = ByHand(tiny(), shares, p_max=0.9, copies=2)
-    kept = [stays(step, 2, 0.9).sum(0).tolist() for step in range(3)]
-    assert any(0 in counts for counts in kept)
-    for rank in (0, 1):
-        result = results[wrapper, case, rank]
-        if "checkpointed" not in case:  # where layers run twice
-            assert result["rows"] == kept
-        assert_close(result["weights"], expected.weights)
-        assert result["attributes"] == []
-    first, other = (results[wrapper, case, rank] for rank in (0, 1))
-    assert first["rows"] == other["rows"]
-    assert_equal(first["weights"], other["weights"])
+@pytest.mark.parametrize("case", CASES)
+def test_trainings(results: Results, tmp_path: Path, wrapper: str, case: str) -> None:
+    """Exits: weights and logs of one process with batches twice as large. Dropout: both ranks drop the same of their
+    two rows, also all of them; the weights are those of a training by hand."""
+    first, other = ranks = [results[wrapper, case, rank] for rank in (0, 1)]
+    if case.startswith("exits"):
+        callbacks, options = CASES[case]
+        run = trainer(tiny(), callbacks(), tmp_path, **({"per_device_train_batch_size": 4} | options))
+        run.train()
+        expected = weights(run.model)
+        for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
+            for rank in ranks:
+                values = [entry[key] for entry in rank["logs"] if key in entry]
+                assert values == pytest.approx(history(run, key), rel=1e-5)
+                assert values
+    else:
+        shares = rotational_shares if "both" in case else lambda step: {4: 1.0}
+        expected = ByHand(tiny(), shares, p_max=0.9, copies=2).weights
+        kept = [stays(step, 2, 0.9).sum(0).tolist() for step in range(3)]
+        assert any(0 in counts for counts in kept)
+        assert "checkpointed" in case or first["rows"] == kept  # there layers run twice
+        assert first["rows"] == other["rows"]
+        assert_equal(first["weights"], other["weights"])
+    for rank in ranks:
+        assert rank["kind"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[wrapper]
+        assert_close(rank["weights"], expected)
+        assert rank["attributes"] == []
 
 
 @pytest.mark.slow
