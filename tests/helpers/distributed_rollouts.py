@@ -50,7 +50,8 @@ def main(folder: Path) -> None:
             found[f"{name}, {moment}"] = [ids.tolist(), spec.stats.accepted]
         # One row ends early, and its last token takes a forward of its own.
         uneven = call | {"eos_token_id": list(range(40, 60)), "return_dict_in_generate": True}
-        found[f"uneven, {moment}"] = [model.generate(**uneven, assistant=specs["lookup"]).sequences.tolist(), None]
+        ids = model.generate(**uneven, assistant=(spec := specs["lookup"])).sequences
+        found[f"uneven, {moment}"] = [ids.tolist(), spec.stats.accepted]  # from what the call before has written
         # One process with drafts, the other without.
         ids = model.generate(**call, **({"assistant": specs["lookup"]} if rank else {}))
         found[f"mixed, {moment}"] = [ids.tolist(), None]

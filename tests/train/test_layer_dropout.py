@@ -42,10 +42,11 @@ def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("p_max", [0.6, 0.9])
 def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
     """``x + M f(x)`` by hand, where ``M`` is 0 or 1 and nothing is scaled; beside exits and alone."""
+    exits = EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)
     for callbacks, shares in (
         ([LayerDropout(p_max)], lambda step: {4: 1.0}),
-        ([EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), LayerDropout(p_max)], rotational_shares),
-        ([LayerDropout(p_max), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], rotational_shares),
+        ([exits, LayerDropout(p_max)], rotational_shares),
+        ([LayerDropout(p_max), exits], rotational_shares),
     ):
         expected = ByHand(tiny(), shares, p_max=p_max)
         run = train(tmp_path, callbacks)
@@ -58,8 +59,8 @@ def test_no_dropout_is_plain_training_and_another_seed_draws_other_rows(tmp_path
     without, plain = train(tmp_path, [LayerDropout(0.0)]), train(tmp_path, [])
     assert history(without) == history(plain)
     assert_equal(weights(without.model), weights(plain.model))
-    first, other = train(tmp_path, [LayerDropout(0.6)]), train(tmp_path, [LayerDropout(0.6)], seed=SEED + 1)
-    assert history(first)[0] != history(other)[0]
+    first, other = (history(train(tmp_path, [LayerDropout(0.6)], seed=seed)) for seed in (SEED, SEED + 1))
+    assert first[0] != other[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=["positions", "ends"])
@@ -102,10 +103,8 @@ def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
                 model(**inputs)
             return loss
 
-    expected = train(tmp_path, [LayerDropout(0.6), EarlyExitLoss()])
-    model = tiny()
-    rows_seen = RowsSeen(model)
-    callbacks = [LayerDropout(0.6), EarlyExitLoss()]
+    expected, model = train(tmp_path, [LayerDropout(0.6), EarlyExitLoss()]), tiny()
+    rows_seen, callbacks = RowsSeen(model), [LayerDropout(0.6), EarlyExitLoss()]
     run = WithReference(model, expected.args, train_dataset=rows(16), callbacks=callbacks)
     run.train()
     assert_equal(weights(model), weights(expected.model))

@@ -77,7 +77,7 @@ def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
             options = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "eos_token_id": list(range(40, 60))}
             assert of_rank[f"uneven, {moment}"][0] == model.generate(**options).tolist()
         train_once(model)
-    assert any(of_rank[f"lookup, {moment}"][1] for of_rank in of_ranks for moment in ("before", "after"))
+    assert any(of_rank["uneven, before"][1] for of_rank in of_ranks)
 
 
 def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
