@@ -12,7 +12,7 @@ import re
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -130,7 +130,7 @@ class Unseen:
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}
                     if not of <= _METHODS_OF:
                         note(f"the {name} {_name_of(method)} of a module", of <= _PARTS | _METHODS_OF, method, module)
-        for weight_class in view.weights.keys() - _PLAIN_WEIGHTS:
+        for weight_class in _weight_classes(view) - _PLAIN_WEIGHTS:
             note(f"weights of class {weight_class.__name__}", True)
         files = {each.__module__ for each in classes if _is_of_models(each)}
         for file in files - {each.__module__ for each in classes if issubclass(each, PreTrainedModel)}:
@@ -219,6 +219,14 @@ def _is_of_models(type_: Any) -> bool:
 def _is_seen(type_: Any) -> bool:
     """Whether the tests cover the class of a model or of its decoder."""
     return _is_of_models(type_) and _NAME_ENDS.sub("", type_.__name__) in SEEN
+
+
+def _weight_classes(view: ModelView) -> set[type]:
+    """The classes of a model's weights; of sharded ones (FSDP2, tensor parallelism) those of their parts."""
+    sharded = {each for each in view.weights if each.__module__.startswith("torch.distributed.tensor")}
+    weights = (weight for module in view.modules for weight in module._parameters.values()) if sharded else ()
+    parts = {type(cast(Any, weight).to_local()) for weight in weights if type(weight) in sharded}
+    return (view.weights.keys() - sharded) | parts
 
 
 @once_for_each

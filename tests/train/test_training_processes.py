@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
@@ -78,6 +79,14 @@ def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
             assert of_rank[f"uneven, {moment}"][0] == model.generate(**options).tolist()
         train_once(model)
     assert any(of_rank["uneven, before"][1] for of_rank in of_ranks)
+
+
+def test_models_of_a_sharded_class_are_drafted_for() -> None:
+    """As FSDP2 makes them; their methods are torch's, some of them marked as deprecated."""
+    model, spec = tiny_llama(layers=2), SelfSpec.lookup()
+    model.__class__ = type("FSDPLlamaForCausalLM", (FSDPModule, LlamaForCausalLM), {"__module__": "torch"})
+    model.generate(**ragged_batch((9,)), **OPTIONS, max_new_tokens=4, assistant=spec)
+    assert spec.stats.rounds
 
 
 def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
