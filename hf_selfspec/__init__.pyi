@@ -72,8 +72,8 @@ from .train.heads import calibrate_exit_heads as calibrate_exit_heads
 from .train.heads import fit_exit_heads as fit_exit_heads
 from .train.layer_dropout import LayerDropout as LayerDropout
 from .train.mtp import fit_mtp as fit_mtp
+from .train.mtp import fit_reduced_head as fit_reduced_head
 from .train.probe import fit_probe as fit_probe
-from .train.reduced_head import fit_reduced_head as fit_reduced_head
 
 __version__: str
 __all__: list[str]

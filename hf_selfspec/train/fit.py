@@ -274,13 +274,9 @@ def speed_figures(
     new_tokens = min(_TOKENS, rows.shape[1] - prompts.shape[1])
     if spec is None or not prompts.numel() or new_tokens < 2:
         return {}
-    ways = {
-        "speed over plain generate": spec,
-        "speed with free drafts": replace(spec, draft=Cascade((Lookup(), spec.draft))),
-        "speed of free drafts alone": SelfSpec.lookup(),
-    }
+    specs = [spec, replace(spec, draft=Cascade((Lookup(), spec.draft))), SelfSpec.lookup()]
     try:
-        alone, together, free = speeds(model, prompts, new_tokens, list(ways.values()))
+        alone, together, free = speeds(model, prompts, new_tokens, specs)
     except Exception as error:  # whatever it is, hours of fitting are not lost to it
         warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
         return {}
@@ -292,7 +288,8 @@ def speed_figures(
             "generated, or choose another exit layer.",
             stacklevel=2,
         )
-    return {name: round(speed, 2) for name, speed in zip(ways, (alone, together, free), strict=True)}
+    figures = {"over plain generate": alone, "with free drafts": together, "of free drafts alone": free}
+    return {f"speed {name}": round(speed, 2) for name, speed in figures.items()}
 
 
 @torch.no_grad()

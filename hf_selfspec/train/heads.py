@@ -35,8 +35,8 @@ _USUAL_HEADS = 4
 class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"):
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
 
-    A head learns the whole model's distribution, or the next token, or both. They are calibrated on what the model
-    writes after the first quarter of each held-out row, as by :func:`calibrate_exit_heads`.
+    Each head learns the whole model's distribution. They are calibrated on what the model writes after the first
+    quarter of each held-out row, as by :func:`calibrate_exit_heads`.
 
     Args:
         model, tokenizer, dataset, block_size, args, callbacks, output_dir: see :func:`fit_adapter`.
@@ -46,8 +46,6 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         copied: whether heads start with the weights of the model's own norm and head (without its bias, scale or
             soft-cap); they start at random by default, which the paper found to be better after long fits
             (copies stay over-confident).
-        labels: weight ``α`` of the cross entropy on the text's own next tokens; ``1 - α`` is that of the divergence
-            from the whole model (0 is the paper's best).
         metric, epsilons: see :func:`calibrate_exit_heads`.
 
     Returns:
@@ -62,14 +60,12 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
     num_heads: int = _USUAL_HEADS
     rank: int | None = None
     copied: bool = False
-    labels: float = 0.0
     metric: str | None = None
     epsilons: Sequence[float] = _EPSILONS
 
     def check(self) -> None:
         super().check()
         name = self.function
-        check_share(f"{name}(labels)", self.labels, zero=True, one=True)
         check_flag(f"{name}(copied)", self.copied)
         _check(name, self.metric, self.epsilons, self.block_size)
         check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
@@ -105,14 +101,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         return module
 
     def loss(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        losses = []
-        for head, layer in enumerate(module.layers):
-            if self.labels < 1:
-                losses.append((1 - self.labels) * _per_token(_divergence, frozen, module, head, states).mean())
-            if self.labels:
-                predicted = module.logits(head, states[f"states_{layer}"][:, :-1]).float()
-                losses.append(self.labels * F.cross_entropy(predicted.flatten(0, 1), states["ids"][:, 1:].flatten()))
-        return torch.stack(losses).sum() / len(module.layers)
+        heads = range(len(module.layers))
+        return torch.stack([_per_token(_divergence, frozen, module, head, states) for head in heads]).mean()
 
     def metrics(self, module: ExitHeads, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         return {
@@ -124,8 +114,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         return _dssd(module)
 
     def recipe(self, module: ExitHeads) -> dict[str, Any]:
-        shape = {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
-        return shape | {"weight of labels": self.labels}
+        return {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
 
     def finish(self, module: ExitHeads, frozen: FrozenModel, held_out: torch.Tensor) -> None:
         _calibrate(self.function, module, frozen, held_out, self.epsilons, self.metric)

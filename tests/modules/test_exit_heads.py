@@ -70,7 +70,7 @@ def test_fits_of_heads(tmp_path: Path) -> None:
     before = weights(model)
     args = arguments(tmp_path, max_steps=40, learning_rate=2e-2)
     options: dict[str, Any] = {"num_heads": 2, "block_size": 32, "args": args}
-    heads = fit_exit_heads(model, None, rows(80), labels=0.0, output_dir=tmp_path, **options)
+    heads = fit_exit_heads(model, None, rows(80), output_dir=tmp_path, **options)
     assert heads.layers == (2, 4)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     figures, calibration = heads.about["figures"], heads.about["calibration"]
@@ -84,7 +84,7 @@ def test_fits_of_heads(tmp_path: Path) -> None:
     # The text's next tokens are not what a model at random says.
     with unreached("fit_exit_heads", "no head is sure enough"):
         few = options | {"args": arguments(tmp_path, max_steps=4)}
-        low = fit_exit_heads(model, None, rows(80), rank=8, labels=0.5, **few)
+        low = fit_exit_heads(model, None, rows(80), rank=8, **few)
     assert low.num_parameters == 2 * (64 + 8 * (64 + VOCABULARY)) < heads.num_parameters
     assert low.about["figures"]["drafts accepted at best"] == 0.0
 
@@ -173,7 +173,6 @@ def test_mistakes(tmp_path: Path) -> None:
         (lambda: calibrate_again(tmp_path / "none"), SettingError, "there is no saved part"),
         (lambda: fit(metric="variance"), SettingError, "must be one of"),
         (lambda: fit(epsilons=[0.9, 0.5]), SettingError, "must be in increasing order"),
-        (lambda: fit(labels=2.0), SettingError, "must lie between"),
         (lambda: fit(3), SettingError, "none can be held out"),
     ):
         with pytest.raises(error, match=words):
