@@ -145,7 +145,9 @@ def libraries_of(function: object, but: object = None) -> Iterator[str]:
         elif isinstance(inner, functools.partial):
             waiting.append(inner.func)
         else:
-            yield "unknown" if type(inner).__name__ in _OPERATORS else library_of(inner)
+            # TorchScript keeps the place of its source: "__torch__.transformers.models...".
+            script = str(getattr(inner, "qualified_name", "")).split(".")[1:-1] or ["unknown"]
+            yield script[0] if type(inner).__name__ in _OPERATORS else library_of(inner)
         # What code around a function sets, not attributes of an object that happens to have them.
         around = getattr(inner, "__dict__", {})
         waiting += [around.get(name) for name in ("__wrapped__", "_torchdynamo_orig_callable")]
