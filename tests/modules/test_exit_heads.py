@@ -81,7 +81,7 @@ def test_fits_of_heads(tmp_path: Path) -> None:
     reached = [rate for rate in calibration["acceptance"][heads.metric] if rate is not None]
     assert figures["drafts accepted at best"] == pytest.approx(max(reached), abs=1e-3)
     check_lossless(model, SelfSpec.dssd(tmp_path, max(reached)), 8)
-    # The text's next tokens are not what a model at random says.
+    # After few steps, with few parameters.
     with unreached("fit_exit_heads", "no head is sure enough"):
         few = options | {"args": arguments(tmp_path, max_steps=4)}
         low = fit_exit_heads(model, None, rows(80), rank=8, **few)

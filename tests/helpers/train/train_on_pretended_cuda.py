@@ -1,6 +1,6 @@
 """Trains for one batch on a pretended device; what its loss is, and what the host waits for."""
 
-from types import SimpleNamespace
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ from helpers.distributed_training import rows, tiny
 from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
-from hf_selfspec.train import loss_scale
+from hf_selfspec.train import loss_scale, training
 
 CASES: dict[str, Any] = {
     "plain": lambda: [],
@@ -23,17 +23,13 @@ CASES: dict[str, Any] = {
 
 
 def step(model: Any, callbacks: list[Any], batch: dict[str, torch.Tensor]) -> float:
-    """Forward and backward as in a step of the Trainer; returns the loss."""
-    args, state = SimpleNamespace(seed=5), SimpleNamespace(global_step=0, max_steps=1)
-    for callback in callbacks:
-        callback._served = True
-        callback.on_train_begin(args, state, None, model=model)
-        callback.on_step_begin(args, state, None)
-    counts.is_on = True
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    for callback in callbacks:
-        callback.on_pre_optimizer_step(args, state, None)
+    """Forward and backward of a step of a training; returns the loss."""
+    with ExitStack() as stack:
+        if callbacks:
+            stack.enter_context(stack.enter_context(training(model, callbacks, steps=1, seed=5)).step())
+        counts.is_on = True
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
     counts.is_on = False
     return loss.item()
 
