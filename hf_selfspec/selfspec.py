@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -24,13 +24,10 @@ from .generate.unseen import why_plain
 from .learned import saving
 from .learned.files import path_of, reported
 from .model.anatomy import Anatomy, causal_lm
-from .search.skip_search import SkipChoice, SkipSearch
+from .search.skip_search import SkipChoice
 from .settings import Settings
 from .stats import GenerationStats
 from .validation import StrPath
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -163,29 +160,6 @@ class SelfSpec(Settings):
     def stats(self) -> GenerationStats | None:
         """Statistics of the last finished call, ``None`` before the first."""
         return self._knowledge.stats
-
-    def plot(self, path: StrPath | None = None, model: Any = None) -> Figure:
-        """Plots what the calls so far did; see :func:`hf_selfspec.tools.figures.plot`.
-
-        Args:
-            path: where to save the picture, in the format that its suffix names, e.g. ``search.png``.
-            model: the model whose search to plot; it can be left out if only one was used.
-
-        Returns:
-            The figure, which no window shows and which is not registered with pyplot.
-
-        Raises:
-            SettingError, SettingTypeError: matplotlib is not installed, there was no call yet, several models were used
-                and none is given, or ``path`` cannot be written.
-        """
-        from .tools import figures  # few calls need it
-
-        if not self._knowledge.calls:
-            raise SettingError("SelfSpec.plot has nothing to draw yet: generate something with this SelfSpec first.")
-        inner, search = self._only_model("SelfSpec.plot", model), None
-        if inner is not None:
-            search = self._knowledge.latest(inner, lambda findings: isinstance(findings, SkipSearch))
-        return figures.plot(list(self._knowledge.calls), search, path)
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:
         """The given model, or the only one with findings."""

@@ -15,11 +15,12 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from helpers.calls import new_spec
+from helpers.calls import counted, new_spec
 from helpers.machine import Machine
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
 from hf_selfspec.generate import unseen
+from hf_selfspec.learned.knowledge import Knowledge
 from hf_selfspec.model import module_tools
 
 
@@ -53,6 +54,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
     found = Machine(monkeypatch)
     found.fits_are_timed_briefly()
+    monkeypatch.setattr(Knowledge, "add_call", counted)
     if request.node.get_closest_marker("times_decide") is None:
         found.rounds_are_not_timed()
     for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:

@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import json
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,8 +26,6 @@ from . import saving
 from .files import path_of, reported
 from .saving import Saved, States
 
-# How many calls are kept for plots, and how many points of the timeline of each: 4 MB at most.
-_LOGGED, _POINTS = 512, 64
 # Seconds between two writes of a file after calls, and seconds to wait while another process holds it, at the end of a
 # process and where texts are to be forgotten; calls do not wait.
 _PAUSE, PATIENCE = 10.0, 10.0
@@ -94,7 +91,6 @@ class Knowledge:
 
     def __init__(self, saved: Saved | None = None) -> None:
         self.stats: GenerationStats | None = None  # of the last call
-        self.calls: deque[GenerationStats] = deque(maxlen=_LOGGED)  # without lists that have an entry for each token
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.lock = new_lock()  # held while anything here is read or changed, never while a file's lock is waited for
         self.files: set[Path] = set()  # those of cache_dir, also of models that no longer exist
@@ -122,8 +118,6 @@ class Knowledge:
     def add_call(self, stats: GenerationStats) -> None:
         with self.lock:
             self.stats = stats
-            thinned = stats.timeline[:: len(stats.timeline) // _POINTS + 1]
-            self.calls.append(replace(stats, from_draft=[], matchness=[], round_sizes=[], timeline=thinned))
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda findings: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""

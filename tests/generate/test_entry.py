@@ -15,6 +15,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel, Tra
 
 import hf_selfspec
 from helpers.calls import assert_serves, new_spec
+from helpers.calls import calls as served
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import FixedLength, SelfSpec, SkipLayers, TopKTree
@@ -119,7 +120,7 @@ def assert_served_once(model: PreTrainedModel, calls: list[str], expected: int =
     plain = model.generate(**ROW, max_new_tokens=8)
     assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
     assert spec.stats.drafted
-    assert len(spec._knowledge.calls) == 1
+    assert served(spec) == 1
     assert calls == ["theirs"] * expected
 
 

@@ -208,3 +208,8 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("twin", [1, 2], [0.5, 1.0]),
     ]
     assert "<svg" in (tmp_path / "exits.svg").read_text()
+    with pytest.raises(SelfSpecError, match="'doc' is not supported"):
+        report.plot(tmp_path / "exits.doc")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SelfSpecError, match=r"ExitReport\.plot draws with matplotlib.*pip install matplotlib"):
+        report.plot()
