@@ -1,17 +1,14 @@
-"""Processes, libraries and interruptions that several tests need."""
+"""Processes and libraries that several tests need."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hf_selfspec
-from hf_selfspec.tools.cli import main
 
 # PEFT reads an attribute of transformers' models that has a new name there.
 peft_calls_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -24,17 +21,6 @@ DEMO_MODEL = EXAMPLES / "demo_model"
 def library(name: str) -> Any:
     """A library of the test extras; a test that needs it is skipped where it is not installed."""
     return pytest.importorskip(name, reason=f"{name} is a test extra that not all platforms have")
-
-
-def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command line says of a mistake, with this exit code."""
-    capsys.readouterr()
-    assert main(words) == code
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = told.err.splitlines()
-    assert line.startswith("hf-selfspec: ")
-    return line
 
 
 def python(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -52,16 +38,3 @@ def in_two_processes(script: str | Path, *arguments: str | Path) -> None:
     """Runs a script (of `helpers`, unless the path is whole) with these arguments, as torchrun does."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     python(*torchrun, TESTS / "helpers" / script, *arguments)
-
-
-@contextmanager
-def interrupted_in(place: Any, name: str) -> Iterator[None]:
-    """The user stops what runs inside as soon as it calls this function of a module."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, stop)
-        with pytest.raises(KeyboardInterrupt):
-            yield

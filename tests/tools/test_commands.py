@@ -1,4 +1,4 @@
-"""``hf-selfspec``: what its commands print, and one line for every ordinary mistake in any of them."""
+"""``hf-selfspec``: what its commands print and fit, and one line for every ordinary mistake in any of them."""
 
 import io
 import json
@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, T5Config
 
 import hf_selfspec
+from helpers.calls import check_lossless
 from helpers.models import tiny_llama
-from helpers.processes import DEMO_MODEL, python, told_in_one_line
-from hf_selfspec import MarkedStreamer, NumericalError, SelfSpec, inspect_model
+from helpers.processes import DEMO_MODEL, python
+from hf_selfspec import EarlyExit, ExitHeads, MarkedStreamer, NumericalError, SelfSpec, inspect_model
 from hf_selfspec.model.logits import Logits
 from hf_selfspec.tools.cli import fits, main
 from hf_selfspec.tools.commands import COMMANDS
 from hf_selfspec.train import loading
-from hf_selfspec.train.loading import NamedModel
+from hf_selfspec.train.loading import NamedModel, texts
 
 HEAVY = ("numpy", "torch", "transformers")
 
@@ -48,6 +51,28 @@ print(set(codes), [name for name in {HEAVY} if name in sys.modules])
     assert told.stderr.splitlines()[-1].endswith(" required: FIT. See `hf-selfspec fit --help`.")
 
 
+def test_help_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each; of one its settings, and those of every training."""
+    assert main(["fit", "--help"]) == 0
+    assert "AdaSPEED's probe (§II.B)" in capsys.readouterr().out
+    assert main(["fit", "probe", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("temperature, top_k, top_p: settings of sampling.", "--top-k", "--bf16"))
+    for words in ([], ["fit", "wings"], ["train"]):
+        assert "See `hf-selfspec" in told_in_one_line(words, 2, capsys)
+
+
+def told_in_one_line(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line says of a mistake, with this exit code."""
+    capsys.readouterr()
+    assert main(words) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("hf-selfspec: ")
+    return line
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of data and a model that cannot be loaded, which tests leave as they are."""
@@ -55,6 +80,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"text": "def f(x): return x + 1 " * 9})] * 40))
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("a b")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": "a"}')
+    (tmp_path / "table.csv").write_text("text\na")
     shutil.copytree(DEMO_MODEL, tmp_path / "damaged")
     (tmp_path / "damaged" / "config.json").write_text("{")
     return tmp_path
@@ -86,6 +115,42 @@ def test_audit(model: str, place: Path, capsys: pytest.CaptureFixture[str], monk
     told = capsys.readouterr().out
     assert "SelfSpec.layerskip(3, num_draft=3) against plain generate: LlamaForCausalLM, float32, cpu, greedy" in told
     assert "2 of 2 prompts have equal ids; exact" in told
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("kind", "options", "spec", "size"),
+    [
+        ("adapter", "--exit-layer 2 --blocks mlp --own-head --bf16", SelfSpec.kangaroo, 128 + 64 * (512 + 4096)),
+        ("heads", "--layers 1,3 --rank 4 --metric margin", None, 2 * (64 + 4 * (64 + 4096))),
+        ("probe", "--exit-layer 3", lambda out: SelfSpec.adaspeed(probe=out), 65),
+        ("head", "--size 16", lambda out: SelfSpec(EarlyExit(2, out)), 16),
+    ],
+)  # fmt: skip
+def test_fits(
+    kind: str, options: str, spec: Any, size: int, model: str, place: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = ["fit", kind, "--model", model, "--data", str(place / "data.jsonl"), "--out", str(tmp_path / "out")]
+    words += [] if kind == "head" else ["--block-size", "32", "--max-steps", "2"]
+    assert main([*words, *options.split()]) == 0
+    told = capsys.readouterr().out
+    assert f"of {size:,} parameters in {tmp_path / 'out'}" in told
+    assert kind == "head" or "\nsteps                            2\n" in told
+    if kind == "heads":
+        heads = ExitHeads.load(tmp_path / "out")
+        assert (heads.layers, heads.metric) == ((1, 3), "margin")
+    else:
+        check_lossless(AutoModelForCausalLM.from_pretrained(model), spec(tmp_path / "out"), 8)
+
+
+def test_texts_are_those_of_the_file(tmp_path: Path) -> None:
+    """Whatever line ends stand inside a text, and with a byte order mark."""
+    given = ["a\u2028b", "c\x0bd\x1e", "e\n\r\nf", "ü"]
+    lines = "\r\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in given)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.jsonl"), "body") == given
+    (tmp_path / "a.txt").write_bytes("ü\n".encode("utf-8-sig"))
+    assert texts(str(tmp_path / "a.txt")) == ["ü\n"]
 
 
 def test_tune_and_exit_report(model: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,51 +280,97 @@ NEEDED: dict[str, list[str]] = {
 # How many commands take an option, at least.
 TAKEN = {"--speed": 11, "--model": 11, "--dtype": 10, "--device": 5, "--device-map": 5, "--data": 9, "--field": 8}
 TAKEN |= {"--prompts": 4, "--spec": 1, "--methods": 2, "--out": 7, "--chat": 3, "--temperature": 3}
-# By name: what is put in the place of what is needed, or added to it, and what the line says.
-MISTAKES: dict[str, tuple[list[str], str]] = {
-    "unknown option": (["--speed", "3"], "--speed"),
-    "no model": (["--model", "{}/none"], "--model {}/none: there is no such folder, and the Hub has no such model"),
-    "damaged config": (["--model", "{}/damaged"], "--model {}/damaged: its config cannot be loaded"),
-    "bad dtype": (["--dtype", "foat32"], "'foat32'"),
-    "bad device": (["--device", "toaster"], "--device toaster: there is no such device"),
-    "two devices": (["--device-map", "auto", "--device", "cpu"], "--device and --device-map are both given"),
-    "absent device": (["--device", "cuda:7"], "--device cuda:7: this machine has none. Give one of cpu"),
-    "missing data": (["--data", "{}/none.jsonl"], "{}/none.jsonl: there is no such file"),
-    "binary data": (["--data", "{}/binary.txt"], "cannot be read as text in UTF-8"),
-    "empty data": (["--data", "{}/empty.txt"], "the dataset is empty"),
-    "another column": (["--field", "body"], "there is no text in the column 'body'"),
-    "no prompts": (["--prompts", "0"], "argument --prompts: it must be a whole number of at least 1, got '0'"),
-    "bad spec": (["--spec", "lokup"], "--spec lokup: there is no such folder or preset. Give one of adaspeed"),
-    "bad methods": (["--methods", "lookup,lokup"], "--methods lokup: there is no such folder or preset"),
-    "out is a file": (["--out", "{}/data.jsonl"], "--out {}/data.jsonl: nothing can be written there"),
-    "no chat template": (["--chat"], "the tokenizer has no chat template"),
-    "bad temperature": (["--temperature", "-1"], "temperature"),
-}
+# What is put in the place of what is needed, or added to it; what the line says; and the command, if not all that take
+# the option.
+MISTAKES: list[tuple[str, str, str | None]] = [
+    ("--speed 3", "--speed", None),
+    ("--model {}/none", "--model {}/none: there is no such folder, and the Hub has no such model", None),
+    ("--model {}/damaged", "--model {}/damaged: its config cannot be loaded", None),
+    ("--dtype foat32", "'foat32'", None),
+    ("--device toaster", "--device toaster: there is no such device", None),
+    ("--device-map auto --device cpu", "--device and --device-map are both given", None),
+    ("--device cuda:7", "--device cuda:7: this machine has none. Give one of cpu", None),
+    ("--data {}/none.jsonl", "{}/none.jsonl: there is no such file", None),
+    ("--data {}/binary.txt", "cannot be read as text in UTF-8", None),
+    ("--data {}/empty.txt", "the dataset is empty", None),
+    ("--field body", "there is no text in the column 'body'", None),
+    ("--prompts 0", "argument --prompts: it must be a whole number of at least 1, got '0'", None),
+    ("--spec lokup", "--spec lokup: there is no such folder or preset. Give one of adaspeed", None),
+    ("--methods lookup,lokup", "--methods lokup: there is no such folder or preset", None),
+    ("--out {}/data.jsonl", "--out {}/data.jsonl: nothing can be written there", None),
+    ("--chat", "the tokenizer has no chat template", None),
+    ("--temperature -1", "temperature", None),
+    ("--data {}/broken.jsonl", "line 3: this is not JSON (Expecting", "fit adapter"),
+    ("--data {}/short.txt", "fewer than one row of block_size=16", "fit adapter"),
+    ("--data {}/table.csv", "is a file of another kind (.csv). Give a .txt file, or a .jsonl file", "fit adapter"),
+    ("--data {}", "is a folder. Give a .txt file", "fit adapter"),
+    ("--data {}/short.txt --field body", "--field body has no effect on", "fit adapter"),
+    ("--data {}/ids.jsonl", "with `input_ids`; got {'input_ids': 'a'}", "fit mtp"),
+    ("--exit-layer 24", "the model has 24 layers, so the exit layer must be between 1 and 23", "fit adapter"),
+    ("--block-size 513", "fit_adapter(block_size=513) is more than the 512 positions of the model", "fit adapter"),
+    ("--block-size 1", "(block_size=1) leaves the model nothing to write: give at least 2", "fit heads"),
+    ("--layers 3,x", "--layers: invalid list of int, separated by commas, value: '3,x'. See", "fit heads"),
+    ("--copied --rank 4", "copied=True or a rank, not both", "fit heads"),
+    ("--temperature 0.7", "has no effect without do_sample=True", "fit probe"),
+    ("--do-sample --top-p 1.5", "`top_p` has to be a float > 0 and < 1", "fit probe"),
+    ("--bf16 --fp16", "At most one of fp16 and bf16 can be True", "fit adapter"),
+    ("--size 0", "(size) must be at least 1, got 0", "fit head"),
+]
 
 
-def asked(name: str, place: Path, changed: list[str]) -> list[str]:
+def asked(name: str, place: Path, changed: str) -> list[str]:
     """A command line of what is needed, with an option that is changed or added."""
     given = ["--model", str(DEMO_MODEL), *NEEDED[name]]
-    if changed and changed[0] in given:
-        at = given.index(changed[0])
-        given[at : at + len(changed)] = []
-    return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed])]
+    if changed and (option := changed.split()[0]) in given:
+        at = given.index(option)
+        given[at : at + 2] = []
+    return [*name.split(), *(word.replace("{}", str(place)) for word in [*given, *changed.split()])]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(("changed", "words", "command"), MISTAKES)
 def test_mistakes_are_told_in_one_line(
-    mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    changed: str, words: str, command: str | None, place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By every command that takes the option, before a model is loaded."""
-    changed, words = MISTAKES[mistake]
+    """Before a model is loaded."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
-    lines = {name: told_in_one_line(asked(name, place, changed), 2, capsys) for name in NEEDED}
+    names = list(NEEDED) if command is None else [command]
+    lines = {name: told_in_one_line(asked(name, place, changed), 2, capsys) for name in names}
     if words != "--speed":
         lines = {name: line for name, line in lines.items() if "unrecognized arguments" not in line}
-    assert len(lines) >= TAKEN[changed[0]]
+    assert len(lines) >= (TAKEN[changed.split()[0]] if command is None else 1)
     for name, line in lines.items():
         assert words.replace("{}", str(place)) in line, name
     assert not (place / "out").exists()
+
+
+def test_unknown_names_without_a_network(place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer comes at once: what tries again and again is not asked."""
+
+    class Elsewhere(HfHubHTTPError.__bases__[0]):
+        """As the Hub's HTTP library raises it where there is no network."""
+
+    def info(self: HfApi, name: str, *, timeout: float) -> None:
+        assert timeout <= 10
+        raise Elsewhere("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", info)
+    line = told_in_one_line(asked("fit adapter", place, "--model no/such"), 2, capsys)
+    assert "the Hub has no such model (Name or service not known)" in line
+
+
+@pytest.mark.parametrize("damage", ["tokenizer.json", "model.safetensors", "kind"])
+def test_damaged_models(damage: str, model: str, place: Path, tmp_path: Path, capfd: Any) -> None:
+    folder = shutil.copytree(model, tmp_path / "damaged")
+    if damage == "kind":  # the library's message names every class it knows; ours does not
+        T5Config().save_pretrained(folder)
+    else:
+        (folder / damage).write_bytes((folder / damage).read_bytes()[:100])
+    assert main(asked("fit adapter", place, f"--model {folder}")) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"hf-selfspec: --model {folder}: its ")
+    assert "cannot be loaded" in line
+    assert len(line) < 600 or damage != "kind"
 
 
 def test_what_is_raised_on_the_way_is_told_in_one_line(
@@ -279,6 +390,6 @@ def test_what_is_raised_on_the_way_is_told_in_one_line(
 
         monkeypatch.setattr(loading, "NamedModel", find)
         for name in NEEDED if code else ():
-            assert told_in_one_line(asked(name, place, []), code, capsys) == f"hf-selfspec: {words}"
+            assert told_in_one_line(asked(name, place, ""), code, capsys) == f"hf-selfspec: {words}"
     with pytest.raises(AssertionError, match="a bug"):
-        main(asked("inspect", place, []))
+        main(asked("inspect", place, ""))
