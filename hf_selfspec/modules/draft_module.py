@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
+import hf_selfspec
+
 from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
 from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
@@ -128,7 +130,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             if (load := loader_of(settings)) is None:
                 raise SettingError(
                     f"{name} holds no part: its {CONFIG} has no kind that is known here. Give the folder or the Hub "
-                    "repository of a fitted part, or of a DFlash, DSpark or EAGLE-3 head."
+                    "repository of a fitted part, or of a DFlash, DSpark or EAGLE-3 head; if its class is your own, "
+                    "import the module that defines it before loading."
                 )
             return cast(Self, load(name, **options))
         weights_file = file_of(cls.kind, name, WEIGHTS, **options)
@@ -186,7 +189,12 @@ def register_format(is_format: Callable[[dict[str, Any]], bool], load: Callable[
 
 def loader_of(config: dict[str, Any]) -> Callable[..., Any] | None:
     """Returns what loads a folder with this config, if it is one of a part."""
-    return next((load for is_format, load in _formats if is_format(config)), None)
+    load = next((load for is_format, load in _formats if is_format(config)), None)
+    if load is None and _KIND in config:
+        for name in hf_selfspec.__all__:  # this package's own kinds, whose modules nothing may have used yet
+            getattr(hf_selfspec, name)
+        load = next((load for is_format, load in _formats if is_format(config)), None)
+    return load
 
 
 def _versions(weights: Iterable[torch.Tensor]) -> list[int | None]:

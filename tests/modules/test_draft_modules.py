@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import hf_selfspec
 from helpers.blocks import published
 from helpers.calls import check_lossless
 from helpers.fitted import heads_of
@@ -32,6 +34,7 @@ from hf_selfspec import (
     load_head,
 )
 from hf_selfspec.drafts.attached import source_of
+from hf_selfspec.modules import draft_module
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.draft_module import DraftModule, about
 from hf_selfspec.tools.methods import read_spec
@@ -193,3 +196,30 @@ def test_a_cascade_of_parts_that_differ_in_weights() -> None:
     assert len(Cascade([Lookup(), source, other]).sources) == 3
     with pytest.raises(SettingError, match="one Lookup and different others"):
         Cascade([Lookup(), source, source])
+
+
+LATE = """
+from hf_selfspec.modules.draft_module import DraftModule
+
+
+class Late(DraftModule):
+    kind = "late"
+"""
+
+
+def test_a_public_part_is_loaded_before_anything_has_used_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its export is all that loading by its kind needs."""
+    monkeypatch.setattr(draft_module, "_formats", list(draft_module._formats))
+    (tmp_path / "late_part.py").write_text(LATE)
+    (tmp_path / "config.json").write_text('{"kind": "late"}')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingError, match="import the module that defines it"):
+        DraftModule.load(tmp_path)
+    monkeypatch.setitem(hf_selfspec._MODULES, "Late", "late_part")
+    monkeypatch.setattr(hf_selfspec, "__all__", [*hf_selfspec.__all__, "Late"])
+    try:
+        with pytest.raises(SettingError, match="give a folder that holds a saved late"):  # there are no weights
+            DraftModule.load(tmp_path)
+    finally:
+        vars(hf_selfspec).pop("Late", None)
+        sys.modules.pop("late_part", None)
