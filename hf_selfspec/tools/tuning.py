@@ -53,6 +53,7 @@ class OfflineSearch:
     def __post_init__(self) -> None:
         check_count("OfflineSearch(max_steps)", self.max_steps)
         check_count("OfflineSearch(random_steps)", self.random_steps)
+        check_count("OfflineSearch(seed)", self.seed, least=0)
 
 
 def tune(

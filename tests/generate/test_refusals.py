@@ -331,6 +331,7 @@ SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] =
     (lambda: SelfSpec.swift(ratio=1.0), SettingError, ("SkipLayers(ratio) must lie between 0 and 1",)),
     (lambda: SelfSpec.swift(search=32), SettingTypeError, ("OnTheFlySearch() or None, got 32",)),
     (lambda: OfflineSearch(0), SettingError, ("OfflineSearch(max_steps) must be at least 1",)),
+    (lambda: OfflineSearch(seed=-1), SettingError, ("OfflineSearch(seed) must be at least 0, got -1",)),
     (lambda: OnTheFlySearch(budget=0.0), SettingError, ("OnTheFlySearch(budget) must",)),
     (lambda: ConfidenceThreshold(1), SettingError, ("ConfidenceThreshold(threshold)", "excluded", "got 1")),
     (lambda: ConfidenceThreshold(math.nan), SettingError, ("must lie between 0 and 1 (both excluded), got nan",)),
