@@ -4,7 +4,7 @@ import copy
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _KIND, DIGEST = "kind", "weights_sha256"
 # How a config tells what a folder holds, and what loads it.
 _formats: list[tuple[Callable[[dict[str, Any]], bool], Callable[[str], Any]]] = []
-# Copies of modules on other devices, or of other types, with the weights that were copied, and their versions then.
+# Copies of modules on other devices, or of other types, with the weights that were copied, and their state then.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 About: TypeAlias = dict[str, Any] | None
@@ -71,12 +71,12 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         dtype = dtype or first.dtype
         if (device, dtype) == (first.device, first.dtype):
             return self
-        weights, versions, copied = _copies.get(self, {}).get((device, dtype), ((None,), (), None))
-        if weights[0] is not first or versions != _versions(weights):
+        weights, state, copied = _copies.get(self, {}).get((device, dtype), ((None,), (), None))
+        if weights[0] is not first or state != _state(weights):
             copied, weights = copy.deepcopy(self).to(device), list(self.parameters())
             for parameter in copied.parameters():  # no buffers: rotary frequencies need all their digits
                 parameter.data = parameter.data.to(dtype)
-            _copies.setdefault(self, {})[device, dtype] = weights, _versions(weights), copied
+            _copies.setdefault(self, {})[device, dtype] = weights, _state(weights), copied
         return cast(Self, copied)
 
     @property
@@ -87,7 +87,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     def digest(self) -> str:
         """A short hash of the weights, of up to 1,024 values of each; it tells modules apart that have one shape."""
         weights = list(self.state_dict(keep_vars=True).values())
-        state = [*_versions(weights), *map(torch.Tensor.data_ptr, weights)]
+        state = _state(weights)
         last_state, digest = self.__dict__.get("_digest", (None, ""))
         if last_state != state or None in state:
             sha256 = hashlib.sha256()
@@ -197,9 +197,10 @@ def loader_of(config: dict[str, Any]) -> Callable[..., Any] | None:
     return load
 
 
-def _versions(weights: Iterable[torch.Tensor]) -> list[int | None]:
-    """Numbers that change with weights; tensors of inference mode have none."""
-    return [None if weight.is_inference() else weight._version for weight in weights]
+def _state(weights: Sequence[torch.Tensor]) -> list[int | None]:
+    """Numbers that change with weights, or with where they are; tensors of inference mode have only the latter."""
+    versions = [None if weight.is_inference() else weight._version for weight in weights]
+    return [*versions, *map(torch.Tensor.data_ptr, weights)]
 
 
 def read_config(kind: str, name: str, **options: Any) -> dict[str, Any]:

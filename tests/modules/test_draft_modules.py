@@ -187,6 +187,8 @@ def test_copies_on_other_devices_and_of_other_types_follow_the_weights() -> None
     with torch.no_grad():
         part.output.weight.fill_(2.0)  # the last of its parameters, in place
     assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {2.0}
+    part.output.weight.data = torch.full_like(part.output.weight, 3.0)
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {3.0}
     part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()}, assign=True)
     assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {1.0}
 
