@@ -1,6 +1,5 @@
 """Checks of the settings that users give, and how the command line takes them."""
 
-import math
 import os
 
 from .errors import SettingError, SettingTypeError
@@ -11,9 +10,8 @@ StrPath = str | os.PathLike[str]
 LARGEST = 2**63 - 1
 # Maximum number of tokens in a draft. The papers' drafts have at most 32.
 MOST_DRAFT = 1024
-# Maximum number of layers, and maximum hidden or vocabulary size: ten times those of the largest models.
+# Maximum number of layers: ten times that of the largest models.
 MOST_LAYERS = 4096
-MOST_WIDTH = 2**22
 # Maximum number of tokens on which a search tries a set; each call reserves memory for them. 64 times the papers' most.
 MOST_WINDOW = 4096
 # Maximum number of candidates at one depth of a tree; the whole model runs over each. SWIFT's tree has at most 10.
@@ -49,14 +47,6 @@ def check_share(name: str, value: object, zero: bool, one: bool) -> None:
         excluded = [end for end, allowed in (("0", zero), ("1", one)) if not allowed]
         ends = {0: "both included", 1: f"{''.join(excluded)} excluded", 2: "both excluded"}[len(excluded)]
         raise SettingError(f"{name} must lie between 0 and 1 ({ends}), got {value!r}.")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Checks that ``value`` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SettingTypeError(f"{name} must be a number above 0, got {value!r}.")
-    if not 0 < value < math.inf or value > LARGEST:
-        raise SettingError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 def check_flag(name: str, value: object) -> None:
