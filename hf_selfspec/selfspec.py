@@ -53,8 +53,10 @@ class SelfSpec(Settings):
         tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with one either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
-            for one model (its weights, not its name), these settings and one task; the last writer wins. Models that
-            several processes share use none.
+            for one model (its weights, not its name), these settings and one task; the last writer wins. It is written
+            at the end of calls, at most every ten seconds, and at the end of the process: until then keep the
+            ``SelfSpec`` and the model, or what the last seconds have taught is lost. Models that several processes
+            share use none.
         task: name of what the model is used for; use another name for another kind of text.
         graphs: ``False`` for none. Otherwise, on CUDA, the kernels of a forward over a few tokens are captured when its
             shape comes for the third time, which takes about as long as ten forwards, and one launch runs them. Results
