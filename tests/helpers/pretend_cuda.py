@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -106,41 +105,36 @@ class Counts:
             Graph.forbid(name)
         self.uploads[f"{name}{', blocking' * blocks}"] += self.is_on
 
-    def launch(self, name: str) -> None:
-        self.launches[name] += self.is_on
-
 
 counts = Counts()
+
+
+class _Captures(threading.local):
+    running: Graph | None = None
 
 
 class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
-    captures = threading.local()  # of this thread the one that is ``running``
-
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
         self._is_whole = True
 
-    @staticmethod
-    def captured() -> Graph | None:
-        return getattr(Graph.captures, "running", None)
-
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        assert Graph.captured() is None
+        assert _captures.running is None
         assert capture_error_mode == "thread_local"
         assert _streams.current is not _streams.default
-        Graph.captures.running = self
+        _captures.running = self
 
     def capture_end(self) -> None:
-        del Graph.captures.running
+        _captures.running = None
         if not self._is_whole:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def replay(self) -> None:
         """Does all operations again on the same tensors, and writes their results to the same ones."""
-        assert Graph.captured() is None
-        counts.launch("graph")
+        assert _captures.running is None
+        counts.launches["graph"] += counts.is_on
         _streams.current.launch()
         for func, args, kwargs, results in self._steps:
             _streams.current.touch((args, kwargs), [*_written(func, args, kwargs), *results])
@@ -156,7 +150,7 @@ class Graph:
         (what would be new is there, with values that nobody may use)."""
         if name in _VIEWS and "empty" not in name:
             return func(*args, **kwargs)
-        graph, written = Graph.captured(), _written(func, args, kwargs)
+        graph, written = _captures.running, _written(func, args, kwargs)
         before_all = [value.clone() for value in written if graph is not None]
         result = func(*args, **kwargs)
         for value, kept in zip(written, before_all, strict=False):
@@ -175,7 +169,7 @@ class Graph:
 
     @staticmethod
     def forbid(what: str) -> None:
-        if (graph := Graph.captured()) is not None:
+        if (graph := _captures.running) is not None:
             graph._is_whole = False
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
@@ -259,11 +253,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return (SDPBackend.CUDNN_ATTENTION if torch.backends.cuda.cudnn_sdp_enabled() else SDPBackend.MATH).value
     _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
-    if name == "histc" and not raw_args[0].is_floating_point():  # which a CPU does not have
-        func = partial(_histogram, func)
-    if name == "_scaled_dot_product_efficient_attention":  # nor this
-        func = _attention
-    result = Graph.run(name, func, raw_args, raw_kwargs)
+    result = Graph.run(name, _OF_A_CPU.get(name, func), raw_args, raw_kwargs)
     for value in here:
         if isinstance(result, torch.Tensor) and value.raw is result and value.device == place:
             return value  # in place
@@ -272,13 +262,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
 
 
-def _histogram(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    counted: torch.Tensor = func(values.float(), *args, **kwargs)
-    return counted.to(values.dtype)
-
-
-def _attention(query: Any, key: Any, value: Any, mask: Any, *_: Any, scale: float | None = None) -> tuple[Any, ...]:
-    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale), None, None, None
+# What a CPU does not have, or not of whole numbers.
+_OF_A_CPU: dict[str, Any] = {
+    "histc": lambda values, *args: torch.histc(values.float(), *args).to(values.dtype),
+    "_scaled_dot_product_efficient_attention": lambda query, key, value, mask, *_, scale: (
+        functional.scaled_dot_product_attention(query, key, value, mask, scale=scale), *[None] * 3
+    ),
+}  # fmt: skip
 
 
 def _place_of(name: str, args: Any, here: list[Pretended]) -> torch.device:
@@ -305,8 +295,8 @@ def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Te
             raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
         counts.upload("index")
     if name not in _VIEWS:
-        counts.launch(name)
-        if Graph.captured() is None:
+        counts.launches[name] += counts.is_on
+        if _captures.running is None:
             _streams.current.launch()
             _streams.current.has_scratch |= name in _MULTIPLY
         elif name in _MULTIPLY and _streams.current.has_scratch:
@@ -324,7 +314,7 @@ class _Called(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], Pretended):
-            counts.launch("attention")
+            counts.launches["attention"] += counts.is_on
             here = [value for value in _tensors((args, kwargs)) if isinstance(value, Pretended)]
             counts.plans += counts.is_on and torch.backends.cuda.cudnn_sdp_enabled()
             place = _place_of("attention", args, here)
@@ -334,9 +324,6 @@ class _Called(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
             counts.upload("tensor")
             return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
-        if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
-            counts.upload("new_tensor")
-            return Pretended(torch.tensor(*args[1:], **kwargs), args[0].device)
         if func is torch.Tensor.pin_memory:
             return args[0].clone()
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
@@ -439,7 +426,7 @@ class _Streams(threading.local):
 
 
 _first, _finishing = _Stream(), threading.Lock()
-_streams = _Streams()
+_streams, _captures = _Streams(), _Captures()
 
 
 # What ``torch.cuda`` is for a GPU, as far as it is used.
@@ -460,7 +447,7 @@ _MODULE: dict[str, Any] = {
     "empty_cache": lambda: None,
     "default_generators": (Mock(),),
     "graph_pool_handle": lambda: (0, next(_numbers)),
-    "is_current_stream_capturing": lambda: Graph.captured() is not None,
+    "is_current_stream_capturing": lambda: _captures.running is not None,
 }
 
 

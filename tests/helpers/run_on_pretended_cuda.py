@@ -50,8 +50,6 @@ _EXIT, _THREE, _SURE = EarlyExit(2), FixedLength(3), ConfidenceThreshold(1e-6)
 _DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 # What may follow in each state of a grammar.
 _TABLE = [list(range(2, 60, 2)), list(range(3, 60, 3)), [7], list(range(2, 30))]
-# Rounds before a text is long enough for all that is cached to be there.
-_WARM = 2
 
 
 def _on_host(value: torch.Tensor) -> None:
@@ -93,97 +91,63 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def _prompts(rows: int, width: int, repeats: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 60, (rows, width), generator=torch.Generator().manual_seed(seed)).repeat(1, repeats)
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, :row] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def _prompts(rows: int, width: int, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (rows, 5), generator=torch.Generator().manual_seed(seed)).repeat(1, width // 5)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids).triu()}
 
 
-def _moved(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: Pretended(values) for name, values in inputs.items()}
-
-
-def measure(spec: SelfSpec, rows: int, options: dict[str, Any], is_spread: bool = False) -> dict[str, Any]:
-    """Reads, uploads and draft steps of each round, and whether ids are plain's."""
-    torch.manual_seed(0)
-    model, inputs = tiny_llama(layers=4, factor=0.1), _prompts(rows, 12)
-    options = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0} | options
-
-    def generated(inputs: dict[str, Any], **assistant: Any) -> torch.Tensor:
-        """With grammars of its own."""
-        grammars = {name: [kind(_TABLE)] for name, kind in options.items() if name == "logits_processor"}
-        return model.generate(**inputs, **options | grammars, **assistant)
-
-    plain, original_round, steps = generated(inputs), Decoder._round, list[int]()
-
-    def counted(decoder: Decoder) -> None:
-        counts.is_on, before = len(steps) >= _WARM, decoder.draft.steps
-        try:
-            original_round(decoder)
-        finally:
-            counts.is_on = False
-        steps.append(decoder.draft.steps - before)
-
-    counts.reset()
-    with patch.object(Decoder, "_round", counted), pretended():
-        spread(model) if is_spread else move(model)
-        output = generated(_moved(inputs), assistant=replace(spec, graphs=False))
-    rounds = len(steps) - _WARM
-    return {
-        "waits": counts.reads.total() / rounds,
-        "rounds": rounds,
-        "steps": sum(steps[_WARM:]) / rounds,
-        "transfers": (counts.reads.total() + counts.uploads.total()) / rounds,
-        "plans": counts.plans,
-        "same": float(options["do_sample"] or torch.equal(output.raw, plain)),
-    }
-
-
-def replayed(
-    architecture: str, spec: SelfSpec, rows: int, is_compared: bool = False, threads: int = 0, dtype: str = "float32",
-    seed: int = 0,
+def measure(
+    spec: SelfSpec, rows: int, options: dict[str, Any], architecture: str = "", is_compared: bool = False,
+    threads: int = 0, dtype: str = "float32", seed: int = 0, is_spread: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """How many forwards of a warm call are replays, launches outside of these, and whether all ids are plain's, which
-    only those of float32 have to be. Each replay may be compared with the model's own code. With ``threads`` calls are
-    in threads, whose work is a stream of its own, so many at once."""
-    model, calls = build(architecture, seed or None).to(getattr(torch, dtype)), list[Any]()
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    lengths = [*[(4, 20)] * 3, (21, 12), (4, 16)]  # in 128 slots, in 256, and in 128 again
-    if architecture in STATEFUL or threads > 1:  # without graphs, or all in the same call
-        del lengths[1:]
+    """What the rounds of the last call need, how many of its forwards are replays, and whether the ids of all calls are
+    plain's, which only those of float32 have to be. Each replay may be compared with the model's own code. With
+    ``threads`` calls are in threads, whose work is a stream of its own, so many at once."""
+    model = build(architecture, seed or None) if architecture else tiny_llama(layers=4, factor=0.1)
+    model.to(getattr(torch, dtype))
+    options = {"do_sample": False, "pad_token_id": 0} | options
+    lengths = [*[(20, 20)] * 3, (105, 12), (20, 16)]  # in 128 slots, in 256, and in 128 again
+    if not architecture or architecture in STATEFUL or threads > 1:  # without graphs, or all in the same call
+        lengths = [(20, 20) if architecture else (10, 28)]
     if dtype != "float32":  # which a CPU has no quick kernels for
         del lengths[2:]
-    for number, (repeats, new) in enumerate(lengths):
-        inputs = _prompts(rows, 5, repeats, number)
-        calls.append((number, inputs, model.generate(**inputs, **options, max_new_tokens=new), new))
-    seen = Counter[str]()
+    # Rounds before a text is long enough for all that is cached to be there.
+    seen, skipped = Counter[str](), 0 if architecture else 2
+
+    def generated(inputs: dict[str, Any], new: int, **more: Any) -> Any:
+        """With grammars of its own."""
+        grammars = {name: [kind(_TABLE)] for name, kind in options.items() if name == "logits_processor"}
+        return model.generate(**inputs, **options | grammars, **more, max_new_tokens=new)
 
     def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            before = counts.is_on
-            counts.is_on = name == "rounds" or (before and name != "compared")
-            seen[name] += counts.is_on
+            before, steps = counts.is_on, args[0].draft.steps if name == "rounds" else 0
+            seen["all"] += name == "rounds"
+            counts.is_on = is_on = seen["all"] > skipped if name == "rounds" else before and name != "compared"
+            seen[name] += is_on
             try:
                 return function(*args, **kwargs)
             finally:
                 counts.is_on = before
+                seen["steps"] += args[0].draft.steps - steps if name == "rounds" and is_on else 0
 
         return counted
 
-    def generated(call: tuple[int, dict[str, torch.Tensor], torch.Tensor, int]) -> bool:
-        number, inputs, expected, new = call
+    def is_plain(call: tuple[int, dict[str, torch.Tensor], int, torch.Tensor]) -> bool:
+        number, inputs, new, expected = call
         # Some calls bring a cache, whose layers are laid out apart.
         past = {PAST: DynamicCache(config=model.config)} if is_compared and not number % 2 else {}
-        ids = model.generate(**_moved(inputs), **options, **past, max_new_tokens=new, assistant=spec)
-        return torch.equal(ids.raw, expected) or dtype != "float32"
+        ids = generated({name: Pretended(values) for name, values in inputs.items()}, new, **past, assistant=spec)
+        return torch.equal(ids.raw, expected) or options["do_sample"] or dtype != "float32"
 
     def in_thread(call: Any) -> bool:
         with here():
-            return generated(call)
+            return is_plain(call)
 
-    are_same, curve = list[bool](), partial(CostCurve, False, is_frozen=True)
+    calls, are_same, curve = list[Any](), list[bool](), partial(CostCurve, False, is_frozen=True)
+    for number, (width, new) in enumerate(lengths):
+        inputs = _prompts(rows, width, number)
+        calls.append((number, inputs, new, generated(inputs, new)))
     with ExitStack() as stack:
         for owner, name, value in (
             (controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: curve(rows=rows)),  # times tell nothing
@@ -197,17 +161,20 @@ def replayed(
         stack.enter_context(pretended())
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
-        move(model)
+        spread(model) if is_spread else move(model)
         for call in calls:
             counts.reset()
             seen.clear()
             with ThreadPoolExecutor(max(threads, 1)) as pool:
-                are_same += pool.map(in_thread, [call] * threads) if threads else [generated(call)]
-    replays, rounds = counts.launches["graph"], seen["rounds"]
+                are_same += pool.map(in_thread, [call] * threads) if threads else [is_plain(call)]
+    replays, rounds, reads = counts.launches["graph"], seen["rounds"], counts.reads.total()
     return {
         "same": all(are_same),
         "rounds": rounds,
-        "waits": counts.reads.total() / rounds,
+        "steps": seen["steps"] / rounds,
+        "waits": reads / rounds,
+        "transfers": (reads + counts.uploads.total()) / rounds,
+        "plans": counts.plans,
         "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
         "replays": replays / seen["forwards"],
         "launches": (counts.launches.total() - replays) / rounds,
@@ -228,9 +195,9 @@ def main(cases: list[list[Any]]) -> None:
         if spec == "training":
             found.append(steps())
         elif kind == "graphs":
-            found.append(replayed(architecture, _spec_for(spec, architecture), rows, *more))
+            found.append(measure(_spec_for(spec, architecture), rows, {"eos_token_id": None}, architecture, *more))
         else:
-            found.append(measure(SPECS[spec](), rows, CALLS[call], bool(more)))
+            found.append(measure(replace(SPECS[spec](), graphs=False), rows, CALLS[call], is_spread=bool(more)))
     print(json.dumps(found))
 
 

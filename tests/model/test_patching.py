@@ -1,30 +1,58 @@
-"""Changes of a model end, wherever they are interrupted, and copies that are made meanwhile do not have them."""
+"""Changes of a model end, wherever they are interrupted; copies that are made meanwhile, and forked processes, do not
+have them."""
 
 import copy
 import copyreg
 import functools
 import gc
+import os
 import pickle
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.parametrize import register_parametrization
+from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import new_spec, unchanged
 from helpers.models import ROW, tiny_llama
-from hf_selfspec.model import forward_pass
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from hf_selfspec.model import forks, forward_pass
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.forward_pass import partial_forwards
 from hf_selfspec.model.kernels import linear
 from hf_selfspec.model.patching import InstanceForwards, SharedChange
 
+OPTIONS: dict[str, Any] = ROW | {"max_new_tokens": 8}
 # Where interrupts come: as functions of these files begin.
 INSIDE = ("patching.py", "contextlib.py")
+forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+class Calling(BaseStreamer):
+    """Calls a function at a token in the middle of a call, and keeps its result."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function, self.tokens = function, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += 1
+        if self.tokens == 3:
+            self.result = self.function()
+
+    def end(self) -> None:
+        pass
+
+
+def replaced(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
 @pytest.fixture
@@ -56,50 +84,37 @@ def interrupted(at: int, run: Callable[[], object]) -> tuple[int, KeyboardInterr
 
 
 @pytest.mark.usefixtures("linears")
-def test_interrupts_at_each_place_of_a_change() -> None:
-    model = tiny_llama(layers=2)
-    anatomy = Anatomy.of(model)
+@pytest.mark.parametrize("step", [1, 19], ids=["a change", "a call"])
+def test_interrupts_at_each_place(step: int) -> None:
+    model, spec = tiny_llama(layers=2), SelfSpec(EarlyExit(1), FixedLength(4))
+    anatomy, plain = Anatomy.of(model), model.generate(**OPTIONS)
 
     def run() -> None:
-        with partial_forwards(model, anatomy):
-            pass
+        if step > 1:
+            model.generate(**ROW, max_new_tokens=4, assistant=spec)
+        else:
+            with partial_forwards(model, anatomy):
+                pass
 
+    run()
     gc.disable()  # what is not referred to any more is gone at once, or not at all
     try:
         with unchanged(model):
             places, _ = interrupted(0, run)
             assert places > 100
-            for place in range(1, places + 1):
+            for place in range(places, 0, -step):
                 _, error = interrupted(place, run)
-                if error is not None:
+                assert forward_pass._current.now is attention._current.now is None
+                if step > 1:
+                    del error
+                    gc.collect()
+                elif error is not None:
                     run()  # works while frames of the interrupted one are alive
-                del error
-                left = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-                assert not left, f"after an interrupt at place {place}"
+                    del error
+                assert not replaced(model), f"after an interrupt at place {place}"
+            assert torch.equal(model.generate(**OPTIONS, assistant=spec), plain)
     finally:
         gc.enable()
-
-
-@pytest.mark.usefixtures("linears")
-def test_interrupts_of_calls() -> None:
-    model, spec = tiny_llama(layers=4), new_spec()
-    plain = model.generate(**ROW, max_new_tokens=4)
-
-    def run() -> None:
-        model.generate(**ROW, max_new_tokens=4, assistant=spec)
-
-    run()
-    places, _ = interrupted(0, run)
-    with unchanged(model):
-        for place in range(places, 0, -19):
-            _, error = interrupted(place, run)
-            assert forward_pass._current.now is None
-            assert attention._current.now is None
-            del error
-            gc.collect()
-            left = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-            assert not left, f"after an interrupt at place {place}"
-        assert torch.equal(model.generate(**ROW, max_new_tokens=4, assistant=spec), plain)
 
 
 def test_changes_whose_end_was_lost() -> None:
@@ -131,26 +146,10 @@ def test_changes_end_in_any_order_and_leave_what_others_have_put_on_top() -> Non
     second.replace(layer, lambda *_: "second")
     first.close()
     assert layer(states) == "second"
-    assert "forward" not in copy.deepcopy(layer).__dict__
+    assert not replaced(copy.deepcopy(layer))
     second.close()
-    assert "forward" not in layer.__dict__
+    assert not replaced(layer)
     assert type(layer) not in copyreg.dispatch_table
-
-
-class Copying(BaseStreamer):
-    """Copies a model at a token of a call."""
-
-    def __init__(self, model: Any, copied: Callable[[Any], Any]) -> None:
-        self.model, self.copied, self.tokens = model, copied, 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += 1
-        if self.tokens == 3:
-            assert "forward" in self.model.lm_head.__dict__
-            self.copy = self.copied(self.model)
-
-    def end(self) -> None:
-        pass
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -163,16 +162,20 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_made_meanwhile(copied: str) -> None:
     model = tiny_llama(layers=4)
-    plain, streamer = model.generate(**ROW, max_new_tokens=8), Copying(model, COPIES[copied])
-    model.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
-    twin = streamer.copy
-    assert not [name for name, module in twin.named_modules() if "forward" in module.__dict__]
-    assert torch.equal(twin.generate(**ROW, max_new_tokens=8), plain)
+    plain, streamer = model.generate(**OPTIONS), Calling(lambda: (replaced(model), COPIES[copied](model)))
+    model.generate(**OPTIONS, assistant=new_spec(), streamer=streamer)
+    before, twin = streamer.result
+    assert "lm_head" in before
+    assert not replaced(twin)
+    assert torch.equal(twin.generate(**OPTIONS), plain)
     twin(ROW["input_ids"], labels=ROW["input_ids"]).loss.backward()
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
-    for module in (*model.modules(), *twin.modules()):
-        assert type(module) not in copyreg.dispatch_table
+    assert not copyreg.dispatch_table.keys() & set(map(type, model.modules()))
+
+
+def run_class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> None:
@@ -181,16 +184,13 @@ def test_copies_of_modules_with_forwards_of_others_or_copying_of_their_own() -> 
     layer = model.model.layers[1]
     layer.forward = functools.partial(run_class_forward, layer)
     register_parametrization(model.lm_head, "weight", torch.nn.Identity())
-    streamer = Copying(model, copy.deepcopy)
-    model.generate(**ROW, max_new_tokens=8, assistant=new_spec(), streamer=streamer)
-    twin = streamer.copy
+    streamer = Calling(lambda: copy.deepcopy(model))
+    model.generate(**OPTIONS, assistant=new_spec(), streamer=streamer)
+    twin = streamer.result
     assert twin.lm_head.forward.__self__ is twin.lm_head
     assert copy.deepcopy(twin).lm_head.weight is not twin.lm_head.weight
     assert twin.model.layers[1].forward.args == (twin.model.layers[1],)
-    assert [name for name, module in twin.named_modules() if "forward" in module.__dict__] == [
-        "model.layers.1",
-        "lm_head",
-    ]
+    assert replaced(twin) == ["model.layers.1", "lm_head"]
 
 
 def test_hooks_in_copies() -> None:
@@ -212,5 +212,77 @@ def test_hooks_in_copies() -> None:
     assert len(seen) == 2
 
 
-def run_class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+def is_right_in_child(run: Callable[[], bool]) -> bool:
+    """Whether ``run`` returns true in a forked process, within a minute."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    signal.alarm(60)
+    code = 1
+    try:
+        code = 0 if run() else 1
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.usefixtures("linears")
+@forking
+def test_children_generate(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread is in the middle of a call, and holds all locks of the package."""
+    monkeypatch.setattr(forks, "_PATIENCE", 0.05)
+    spec, is_inside, is_done = new_spec(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        locks = list(forks._locks.values())
+        for lock in locks:
+            lock.acquire()
+        is_inside.set()
+        is_done.wait()
+        for lock in locks:
+            lock.release()
+
+    def run() -> bool:
+        is_clean, plain = not replaced(llama), llama.generate(**OPTIONS)
+        return is_clean and torch.equal(llama.generate(**OPTIONS, assistant=spec), plain)
+
+    options = OPTIONS | {"assistant": spec, "streamer": Calling(hold)}
+    thread = threading.Thread(target=llama.generate, kwargs=options)
+    thread.start()
+    is_inside.wait()
+    assert "lm_head" in replaced(llama)
+    is_right = is_right_in_child(run)
+    is_done.set()
+    thread.join()
+    assert is_right
+
+
+@forking
+def test_a_call_goes_on_in_the_child(llama: LlamaForCausalLM) -> None:
+    plain, children = llama.generate(**OPTIONS), list[int]()
+    streamer = Calling(lambda: children.append(os.fork()))
+    try:
+        ids = llama.generate(**OPTIONS, assistant=new_spec(), streamer=streamer)
+        is_right = torch.equal(ids, plain) and not replaced(llama)
+    finally:
+        if children == [0]:
+            os._exit(0 if is_right else 1)
+    assert is_right
+    assert os.waitpid(children[0], 0)[1] == 0
+
+
+@forking
+def test_a_fork_waits_for_what_locks_guard() -> None:
+    """Another thread is in the middle of a change for a moment: the child sees it whole."""
+    lock, halves, is_inside = forks.new_lock(), list[int](), threading.Event()
+
+    def change() -> None:
+        with lock:
+            halves.append(1)
+            is_inside.set()
+            threading.Event().wait(0.05)
+            halves.append(2)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    is_inside.wait()
+    assert is_right_in_child(lambda: halves == [1, 2])
+    thread.join()
