@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,7 +39,7 @@ from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.graphs import model_graphs
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import POOLS, ModelGraphs, graphs_of
-from hf_selfspec.model.graphs.shapes import BufferPool, size_for
+from hf_selfspec.model.graphs.shapes import BufferPool, step_above
 
 pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
 
@@ -296,15 +297,6 @@ def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pyt
     assert all(priced)
 
 
-def test_few_sizes_where_tokens_cost_next_to_nothing() -> None:
-    """On a GPU a forward over a few tokens costs what one over one does, but for experts, which are read one by one."""
-    models = [tiny_llama(), *map(build, ("mixtral", "gpt_oss"))]
-    assert [graphs_of(model).cheap_tokens > 0 for model in models] == [True, False, False]
-    assert [size_for(count) for count in (1, 2, 3, 9, 33)] == [1, 2, 4, 16, None]
-    assert [size_for(count, cheap=8) for count in (1, 2, 9, 17)] == [1, 8, 16, 32]
-    assert [size_for(count, cheap=64) for count in (1, 2, 9, 33)] == [1, 8, 32, None]
-
-
 def test_graphs_begin_anew_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_graphs, "_MOST", 2)
     known, pool = ModelGraphs((), "Tiny"), BufferPool()
@@ -350,3 +342,31 @@ def test_as_many_calls_have_graphs_as_there_are_pools(monkeypatch: pytest.Monkey
             target.cache.seek([2100], 1)
         assert [target.cache.capacity for target in targets] == [4096] * POOLS + [2560]
     assert [pool.bytes for pool in known.free] == [64, 64, 0, 0]
+
+
+def test_an_error_leaves_the_memory_to_the_next_call(traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = few_layers(), specs()["exit"]
+    for _ in range(3):  # there is memory for two
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.model.norm), "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("stopped")))
+            with pytest.raises(RuntimeError, match="stopped"):
+                model.generate(**ragged_batch((9,)), max_new_tokens=9, assistant=spec)
+    same_ids(model, spec)
+    assert traced
+
+
+def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
+    pool, found, largest = BufferPool(), defaultdict[int, set[int]](set), 0
+    for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
+        found[slots].add(pool.buffer("keys", (2, slots, 3), torch.ones(1)).data_ptr())
+        largest = max(largest, slots)
+        assert sum(len(piece) for pieces in pool._pieces.values() for piece in pieces) <= 2 * largest * 6
+    # Those of 128 and 256 slots moved once, when memory for a larger one replaced theirs.
+    assert all(len(addresses) <= 2 for addresses in found.values())
+
+
+def test_long_texts_attend_over_few_empty_slots() -> None:
+    assert [step_above(slots) for slots in (1, 128, 129, 3000, 4097)] == [128, 128, 256, 4096, 8192]
+    for slots in range(4096, 1 << 18, 777):
+        assert slots <= step_above(slots) < slots + max(4096, slots / 8)
+    assert len({step_above(slots) for slots in range(1, 1 << 17, 100)}) < 32

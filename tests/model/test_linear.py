@@ -67,17 +67,25 @@ def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return plain_linear(input, layer.weight, layer.bias)
 
 
-def test_a_layer_that_blas_serves_best_does_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_blas", [True, False])
+def test_a_layer_does_what_it_would_do(is_blas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
-    layer = torch.nn.Linear(800, 700)
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([linear.blas]))
-    x = torch.randn(1, 3, 800)
-    with few_token_linears(layer, lambda: True):
+    layer, x, is_active, served = torch.nn.Linear(800, 700), torch.randn(1, 3, 800), False, list[int]()
+    other: Way = lambda *args: served.append(1) or linear.blas(*args)  # noqa: E731
+    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([linear.blas if is_blas else other]))
+    with few_token_linears(layer, lambda: is_active):
         with torch.no_grad():
+            assert torch.equal(layer(x), plain(layer, x))
+            assert not served
+            is_active = True
             layer(x)  # chooses
             assert torch.equal(layer(x), plain(layer, x))
+            assert bool(served) != is_blas
+            served.clear()
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(layer(x), plain(layer, x))
+            assert not served
+        is_active = False
         layer(x).sum().backward()
         assert layer.weight.grad is not None
         layer.weight = torch.nn.Parameter(torch.ones(700, 800))
@@ -117,22 +125,6 @@ def changed(name: str, value: Callable[[torch.nn.Linear], Any]) -> torch.nn.Line
 )
 def test_large_plain_float32_linears_are_served(layer: torch.nn.Linear, expected: bool) -> None:
     assert is_served(layer) is expected
-
-
-def test_layers_that_are_not_active_and_autocast_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, active = torch.nn.Linear(800, 700), False
-    served: list[int] = []
-    ways: list[Way] = [lambda *args: served.append(1) or linear.blas(*args)]
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner(ways))
-    x = torch.randn(1, 3, 800)
-    with few_token_linears(layer, lambda: active), torch.no_grad():
-        assert torch.equal(layer(x), plain(layer, x))
-        active = True
-        with torch.autocast("cpu", torch.bfloat16):
-            assert layer(x).dtype is torch.bfloat16
-        assert not served
-        assert torch.equal(layer(x), plain(layer, x))
-    assert served
 
 
 @pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from helpers.calls import PAST
 from helpers.models import VOCABULARY, ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 
@@ -85,3 +86,23 @@ def test_a_chat_holds_keys_and_values_once(llama: LlamaForCausalLM) -> None:
     assert plain[1] > 2 * LAYERS * 1040
     for peaks in ours:
         assert all(found < expected + 2 * LAYERS * 256 for found, expected in zip(peaks, plain, strict=True))
+
+
+def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After there was no memory to have more for a look, what needs no more goes on."""
+    cache, states = SpeculativeCache(2, 1, 256), torch.ones(1, 2, 4, 8)
+    cache.seek([0], 4)
+    for layer in range(2):
+        cache.update(states, states, layer)
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", exhausted)
+    cache.seek([4], 400)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.update(torch.ones(1, 2, 400, 8), torch.ones(1, 2, 400, 8), 0)
+    cache.stay()
+    cache.seek([4], 4)
+    keys, _ = cache.update(2 * states, states, 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0] * 4 + [2.0] * 4
