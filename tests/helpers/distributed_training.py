@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from helpers.models import SPECIAL_TOKENS
-from helpers.train.watching import RowsSeen
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
 from hf_selfspec.train import loss_scale
 
@@ -126,19 +125,44 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+class RowsSeen(TrainerCallback):
+    """Counts the rows that the layers' MLPs run on.
+
+    Attributes:
+        steps: for each training step the rows of each layer.
+        evaluations: for each evaluated batch the same.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.steps: list[list[int]] = []
+        self.evaluations: list[list[int]] = []
+        for index, layer in enumerate(model.model.layers):
+            layer.mlp.register_forward_pre_hook(self._counter(index))
+        self.model = model
+        model.register_forward_pre_hook(self._start)
+
+    def _start(self, module: Any, args: Any) -> None:
+        (self.steps if module.training else self.evaluations).append([0] * len(self.model.model.layers))
+
+    def _counter(self, index: int) -> Callable[..., None]:
+        def count(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            (self.steps if module.training else self.evaluations)[-1][index] += args[0].shape[0]
+
+        return count
+
+
+def exits(every: int = 2) -> EarlyExitLoss:
+    """LayerSkip's loss."""
+    return EarlyExitLoss(1.0, Rotational(every), scale=loss_scale)
+
+
 # What several processes do, and one does for comparison: callbacks, and arguments of TrainingArguments.
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "exits": (lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], {}),
-    "exits, accumulated": (
-        lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
-        {"gradient_accumulation_steps": 2},
-    ),
-    "exits, checkpointed": (lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)], {CHECKPOINTING: True}),
+CASES: dict[str, tuple[Callable[[], list[TrainerCallback]], dict[str, Any]]] = {
+    "exits": (lambda: [exits()], {}),
+    "exits, accumulated": (lambda: [exits()], {"gradient_accumulation_steps": 2}),
+    "exits, checkpointed": (lambda: [exits()], {CHECKPOINTING: True}),
     "dropout": (lambda: [LayerDropout(0.9)], {}),
-    "both, checkpointed": (
-        lambda: [LayerDropout(0.9), EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
-        {CHECKPOINTING: True},
-    ),
+    "both, checkpointed": (lambda: [LayerDropout(0.9), exits()], {CHECKPOINTING: True}),
 }
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},

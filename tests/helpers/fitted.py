@@ -23,6 +23,10 @@ def rows(count: int = 60, length: int = 32, seed: int = 0) -> list[dict[str, lis
     return [{"input_ids": row.tolist()} for row in (starts + torch.arange(length) - 2) % (VOCABULARY - 2) + 2]
 
 
+def ids_of(text: list[dict[str, list[int]]]) -> torch.Tensor:
+    return torch.tensor([row["input_ids"] for row in text])
+
+
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     of_tests = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 5, "warmup_steps": 0}
     return TrainingArguments(str(folder), **usual_arguments() | of_tests | changed)

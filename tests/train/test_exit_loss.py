@@ -11,13 +11,13 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.architectures import build
-from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, rows, tiny, weights
+from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, exits, rows, tiny, weights
 from helpers.train.by_hand import (
     ALL,
-    BOTH,
     ByHand,
     assert_close,
     assert_equal,
+    both,
     exit_loss,
     history,
     rotational_shares,
@@ -25,8 +25,35 @@ from helpers.train.by_hand import (
     targets,
     train,
 )
-from hf_selfspec import EarlyExitLoss, Rotational
+from hf_selfspec import EarlyExitLoss, Gradual, Rotational
 from hf_selfspec.train import exit_training, loss_scale
+
+
+@pytest.mark.parametrize(
+    ("callback", "step", "steps", "scales"),
+    [
+        # ``e(l)`` of 6 layers by hand: half of 0, 1, 3, 6, 10, and for the last one 5 + half of 0+1+2+3+4.
+        (EarlyExitLoss(0.5, Rotational(1), scale=loss_scale), 0, 8, {0: 0.0, 1: 0.5, 2: 1.5, 3: 3.0, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2), scale=loss_scale), 4, 8, {0: 0.0, 2: 1.5, 4: 5.0, 5: 10.0}),
+        (EarlyExitLoss(0.5, Rotational(2), scale=loss_scale), 5, 8, {1: 0.5, 3: 3.0, 5: 10.0}),
+        (exits(16), 9, 99, {5: 15.0}),
+        (exits(16), 0, 99, {0: 1.0}),  # a model of one layer
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 0, 24, {5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 5, 24, {3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, Gradual(), scale=loss_scale), 12, 24, {0: 0.0, 1: 1.0, 2: 3.0, 3: 6.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(1.0, None, [2, 5], loss_scale), 0, 8, {1: 1.0, 4: 10.0, 5: 15.0}),
+        (EarlyExitLoss(), 0, 8, {0: 0.1, 2: 0.1, 5: 1.0}),  # after an eighth (at least 1), a quarter and half
+        (EarlyExitLoss(0.5, None, [2]), 0, 8, {1: 0.5, 5: 1.0}),
+        (EarlyExitLoss(0.5, Rotational(2)), 0, 8, {0: 0.5, 2: 0.5, 4: 0.5, 5: 1.0}),
+        (EarlyExitLoss(0.0, Rotational(1), scale=loss_scale), 0, 8, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 5.0}),
+    ],
+)
+def test_loss_weights(callback: EarlyExitLoss, step: int, steps: int, scales: dict[int, float]) -> None:
+    """``ẽ(t, l)`` is each enabled layer's share of all enabled scales."""
+    total = sum(scales.values())
+    assert callback.weights(step, steps, max(scales) + 1) == pytest.approx(
+        {layer: scale / total for layer, scale in scales.items()}
+    )
 
 
 class LlamaWithItsOwnLoss(LlamaForCausalLM):
@@ -63,27 +90,25 @@ def test_training(
 ) -> None:
     """Losses, logs and weights after three steps are those of gradient descent on the formula.
 
-    With self-distillation exits learn what the last layer predicts, which learns the labels; logits exist for few
-    tokens at a time.
+    With self-distillation exits learn what the last layer predicts, which learns the labels. The head sees the exits'
+    states for five tokens at a time, each target once for each exit, and no ignored label.
     """
-    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY)
-    expected = ByHand(start(), shares, distils="self_distillation" in settings)
+    sizes, model, distils = list[int](), start(), "self_distillation" in settings
+    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * model.config.vocab_size + VOCABULARY // 2)
+    expected = ByHand(start(), shares, distils=distils)
     callback = EarlyExitLoss(1.0, **{"curriculum": Rotational(1), "scale": loss_scale} | settings)
-    run = train(tmp_path, [callback], start())
+    model.lm_head.register_forward_pre_hook(lambda _, args: sizes.extend([args[0].shape[1]] * (len(args[0]) == 1)))
+    run = train(tmp_path, [callback], model)
+    assert max(sizes) == 5
+    in_steps = zip(expected.targets, expected.exits, strict=True)
+    assert sum(sizes) == sum(count * (len(losses) - 1 + distils) for count, losses in in_steps)
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     for layer in (2, 3, 4):
-        losses = [exits[layer] for exits in expected.exits if layer in exits]
+        losses = [means[layer] for means in expected.exits if layer in means]
         assert history(run, f"loss/exit_{layer}") == pytest.approx(losses, rel=1e-4)
     assert_close(weights(run.model), expected.weights)
     plain = ByHand(start(), lambda step: {4: 1.0})
     assert abs(plain.losses[0] - expected.losses[0]) > 1e-3
-
-
-def test_no_weight_at_all_is_plain_training(tmp_path: Path) -> None:
-    """To the last bit."""
-    without, plain = train(tmp_path, [EarlyExitLoss(0.0)]), train(tmp_path, [])
-    assert history(without) == history(plain)
-    assert_equal(weights(without.model), weights(plain.model))
 
 
 def routers_loss(router_logits: tuple[torch.Tensor, ...], chosen: int) -> torch.Tensor:
@@ -98,17 +123,17 @@ def test_a_routers_loss_is_added_once(tmp_path: Path) -> None:
     model = build("mixtral").train()
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.3
     samples = stacked(rows(4))
-    exits = {layer: exit_loss(model, samples, layer) / targets(samples) for layer in ALL}
+    losses = {layer: exit_loss(model, samples, layer) / targets(samples) for layer in ALL}
     router = model.model(**{k: samples[k] for k in ("input_ids", "attention_mask")}, output_router_logits=True)
-    expected = sum(weight * exits[layer] for layer, weight in ALL.items())
+    expected = sum(weight * losses[layer] for layer, weight in ALL.items())
     expected = expected + 0.3 * routers_loss(router.router_logits, model.num_experts_per_tok)
     expected.backward()
     gradients = {name: 0.05 * value.grad for name, value in model.named_parameters() if value.grad is not None}
     before = weights(model)
     model.zero_grad()
-    run = train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model, max_steps=1)
+    run = train(tmp_path, [exits(1)], model, max_steps=1)
     assert history(run) == pytest.approx([expected.item()], rel=1e-5)
-    assert history(run, "loss/exit_4") == pytest.approx([exits[4].item()], rel=1e-5)
+    assert history(run, "loss/exit_4") == pytest.approx([losses[4].item()], rel=1e-5)
     assert_close(weights(run.model), {name: value - gradients.get(name, 0.0) for name, value in before.items()})
 
 
@@ -118,8 +143,8 @@ def test_models_that_give_out_hidden_states(tmp_path: Path) -> None:
     model = tiny()
     model.config.output_hidden_states = True
     model.register_forward_hook(lambda module, args, out: shapes.append([state.shape for state in out.hidden_states]))
-    run = train(tmp_path, BOTH["both"](), model)
-    assert_equal(weights(run.model), weights(train(tmp_path, BOTH["both"]()).model))
+    run = train(tmp_path, both(), model)
+    assert_equal(weights(run.model), weights(train(tmp_path, both()).model))
     assert shapes == [[torch.Size([4, WIDTH, 16])] * (LAYERS + 1)] * 3
 
 
@@ -127,10 +152,10 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
     """Four rows at once, two and two, or one after the other, one of them without any target: the same training."""
     data = rows(16)
     data[5]["labels"][:] = -100
-    together = train(tmp_path, BOTH["both"](), data=data)
+    together = train(tmp_path, both(), data=data)
     for batch in (2, 1):
         sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
-        apart = train(tmp_path, BOTH["both"](), data=data, **sizes)
+        apart = train(tmp_path, both(), data=data, **sizes)
         assert_close(weights(apart.model), weights(together.model))
         for key in ("loss", "loss/exit_4"):
             assert len(history(apart, key)) == 3
@@ -141,8 +166,8 @@ def test_logged_exits(tmp_path: Path) -> None:
     """Nats per token of each exit, mean over the tokens of the steps since the last log in which it was on."""
     events, report = list[dict[str, float]](), TrainerCallback()
     report.on_log = lambda *args, logs, **kwargs: events.append(dict(logs))
-    callbacks = [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), report]
-    run, hand = train(tmp_path, callbacks, max_steps=6, logging_steps=3), ByHand(tiny(), rotational_shares, steps=6)
+    run = train(tmp_path, [exits(), report], max_steps=6, logging_steps=3)
+    hand = ByHand(tiny(), rotational_shares, steps=6)
     expected: list[dict[str, Any]] = [{}, {}, {}]  # the last one has times
     for entry, steps in zip(expected, (range(3), range(3, 6)), strict=False):
         for layer in (2, 3, 4):
@@ -151,21 +176,6 @@ def test_logged_exits(tmp_path: Path) -> None:
             entry[f"loss/exit_{layer}"] = pytest.approx(total / sum(hand.targets[step] for step in on), rel=1e-5)
     for logged in (run.state.log_history, events):
         assert [{key: value for key, value in entry.items() if "exit" in key} for entry in logged] == expected
-
-
-def test_logits_exist_for_a_chunk_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head sees the exits' states in chunks, each target once for each exit, and no ignored label."""
-    sizes: list[torch.Size] = []
-    monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * VOCABULARY + VOCABULARY // 2)
-    model = tiny()
-    model.lm_head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
-    train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model)
-    assert sizes.count(torch.Size([4, WIDTH, 16])) == 3
-    chunks = [size for size in sizes if size != torch.Size([4, WIDTH, 16])]
-    assert {(size[0], size[2]) for size in chunks} == {(1, 16)}
-    count = targets(stacked(rows(12)))
-    assert sum(size[1] for size in chunks) == 2 * count < 2 * 12 * (WIDTH - 1)
-    assert max(size[1] for size in chunks) == 5
 
 
 @pytest.mark.parametrize(

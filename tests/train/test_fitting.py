@@ -1,4 +1,4 @@
-"""What is fitted to a frozen model: fits, what they keep, and drafts with what was fitted."""
+"""What is fitted to a frozen model: fits, what they keep, drafts with what was fitted, and their speed."""
 
 import json
 from collections.abc import Sequence
@@ -13,14 +13,28 @@ from transformers import EarlyStoppingCallback, LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import check_lossless
-from helpers.fitted import EXIT, Recording, adapter_of, arguments, rows, weights
+from helpers.fitted import EXIT, Recording, adapter_of, arguments, ids_of, probe_of, rows, weights
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import in_two_processes
-from helpers.train.watching import attributes_of
-from hf_selfspec import Adapter, Cascade, EarlyExitAdapter, Lookup, SelfSpec, fit_adapter, fit_probe
+from helpers.train.by_hand import attributes_of
+from hf_selfspec import (
+    Adapter,
+    Cascade,
+    EarlyExitAdapter,
+    Lookup,
+    SelfSpec,
+    attach,
+    fit_adapter,
+    fit_exit_heads,
+    fit_mtp,
+    fit_probe,
+)
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.modules.draft_module import DraftModule
 from hf_selfspec.train import exits
+from hf_selfspec.train import fit as fits
 from hf_selfspec.train.exits import FrozenModel, cross_entropy
+from hf_selfspec.train.fit import speed_figures, speeds
 from hf_selfspec.train.texts import divided, packed
 
 # Too few rows for any to be held out, so that fits are not evaluated.
@@ -53,7 +67,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     assert figures["last loss"] < figures["first loss"] - 0.01
     kept = {"exit layer": 2, "blocks": "attention", "heads": 4, "own head": False, "tokens": 57 * 32}
     assert {name: value for name, value in recipe.items() if name != "steps"} == kept
-    ids = torch.tensor([row["input_ids"] for row in rows()[:30]])
+    ids = ids_of(rows()[:30])
     assert loss_of(model, adapter, ids) < loss_of(model, adapter_fit(model, args=arguments(tmp_path, max_steps=1)), ids)
     loaded = Adapter.load(tmp_path / "out")
     assert loaded.about == adapter.about
@@ -61,36 +75,30 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     assert "## Figures\n\n- first loss" in (tmp_path / "out" / "README.md").read_text()
 
 
-@torch.no_grad()
-def loss_of(model: LlamaForCausalLM, adapter: Adapter, ids: torch.Tensor) -> float:
+def loss_of(model: LlamaForCausalLM, adapter: Adapter, ids: torch.Tensor) -> torch.Tensor:
     """Cross entropy against the whole model's distribution, by hand."""
-    model.eval()
-    output = model(ids, output_hidden_states=True)
+    with torch.no_grad():
+        output = model.eval()(ids, output_hidden_states=True)
     drafted = model.lm_head(adapter(output.hidden_states[EXIT]))
-    return -(output.logits.softmax(-1) * drafted.log_softmax(-1)).sum(-1).mean().item()
+    return -(output.logits.softmax(-1) * drafted.log_softmax(-1)).sum(-1).mean()
 
 
 def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equation 3 over all positions, whatever the chunks."""
+    """Equation 3 over all positions and its gradient, whatever the chunks."""
     model = tiny_llama()
     adapter, ids = adapter_of(model), torch.randint(2, VOCABULARY, (2, 9))
-    frozen = FrozenModel(model, (EXIT,))
-    with frozen.frozen():
-        observed = frozen.hidden_states(ids)
+    expected = loss_of(model, adapter, ids)
+    gradient = torch.autograd.grad(expected, adapter.qkv.weight)
+    with (frozen := FrozenModel(model, (EXIT,))).frozen():
+        states = frozen.hidden_states(ids)
         for elements in (10**9, 4 * VOCABULARY):
             monkeypatch.setattr(exits, "LOGIT_ELEMENTS", elements)
-            drafted = adapter(observed[f"states_{EXIT}"])
-            losses = frozen.per_token(cross_entropy, frozen.own_head, drafted, observed["final"])
+            drafted = adapter(states[f"states_{EXIT}"])
+            losses = frozen.per_token(cross_entropy, frozen.own_head, drafted, states["final"])
             assert losses.shape == (18,)
-            assert losses.mean().item() == pytest.approx(loss_of(model, adapter, ids), abs=1e-5)
-            losses.mean().backward()
-            gradient = adapter.qkv.weight.grad.clone()
-            adapter.zero_grad()
-    with torch.enable_grad():
-        output = model(ids, output_hidden_states=True)
-        drafted = model.lm_head(adapter(output.hidden_states[EXIT].detach()))
-        (-(output.logits.detach().softmax(-1) * drafted.log_softmax(-1)).sum(-1).mean()).backward()
-    torch.testing.assert_close(adapter.qkv.weight.grad, gradient, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(losses.mean(), expected, atol=1e-5, rtol=0)
+            found = torch.autograd.grad(losses.mean(), adapter.qkv.weight)
+            torch.testing.assert_close(found, gradient, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.every_run("False")
@@ -104,7 +112,7 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
     probe = fit_probe(model, None, text, exit_layer=EXIT, block_size=32, args=args, **options)
     figures = probe.about["figures"]
     assert figures["last loss"] < figures["first loss"] - 0.002
-    ids = torch.tensor([row["input_ids"] for row in text[:38]])
+    ids = ids_of(text[:38])
     with torch.no_grad():
         output = model(ids, output_hidden_states=True)
         exits = model.lm_head(model.model.norm(output.hidden_states[EXIT]))
@@ -154,10 +162,9 @@ def test_rows_of_text() -> None:
     assert text_rows.tolist() == [[97, 98, 99, 1], [100, 101, 1, 5]]
     assert packed(Tokens(), [{"input_ids": [5, 1]}, "ab"], 1).flatten().tolist() == [5, 1, 97, 98, 1]  # ends once
     assert packed(None, Subset([{"input_ids": [5, 6]}, {"input_ids": [7]}], [0]), 1).tolist() == [[5], [6]]
-    many = packed(None, rows(40), 32)
-    training, held_out = divided(many)
-    assert torch.equal(torch.cat([training, held_out]), many)
-    assert len(held_out) == 2
+    parts = divided(many := packed(None, rows(40), 32))
+    assert torch.equal(torch.cat(parts), many)
+    assert len(parts[1]) == 2
 
 
 def fit_in(folder: Path, callbacks: Sequence[Any] = (), **changed: Any) -> Adapter:
@@ -189,7 +196,7 @@ def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
     evaluations = [entry for entry in log if "eval_loss" in entry]
     told = adapter.about["figures"]["agreement with the whole model"]
     assert [entry["eval_agreement_with_the_whole_model"] for entry in evaluations] == [told] * 3
-    loss = loss_of(tiny_llama(4, factor=2.0), adapter, torch.tensor([row["input_ids"] for row in rows(40)[-2:]]))
+    loss = loss_of(tiny_llama(4, factor=2.0), adapter, ids_of(rows(40)[-2:])).item()
     assert [entry["eval_loss"] for entry in evaluations] == pytest.approx([loss] * 3, rel=1e-4)
 
 
@@ -220,7 +227,7 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
     fresh = adapter_fit(model, own_head=True, args=arguments(tmp_path, max_steps=1, learning_rate=1e-9))
     assert fresh.head is not None
     with torch.no_grad():
-        states = model(torch.tensor([rows(1)[0]["input_ids"]]), output_hidden_states=True).hidden_states[EXIT]
+        states = model(ids_of(rows(1)), output_hidden_states=True).hidden_states[EXIT]
         model_logits = model.lm_head(model.model.norm(states))
         torch.testing.assert_close(fresh.head(fresh(states)), model_logits, atol=1e-3, rtol=1e-3)
     args = arguments(tmp_path, max_steps=4, learning_rate=1e-2)
@@ -236,9 +243,7 @@ def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
 
 
 def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
-    model = tiny_llama(4)
-    args = arguments(tmp_path, max_steps=2)
-    probe = fit_probe(model, None, rows(FEW), exit_layer=EXIT, block_size=32, args=args, output_dir=tmp_path)
+    (probe := probe_of(model := tiny_llama(4), EXIT)).save_pretrained(tmp_path)
     spec, again = SelfSpec.adaspeed(tmp_path), SelfSpec.adaspeed(probe)
     assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
     from_drafts = [[stats.from_draft for stats in check_lossless(model, each, 12)] for each in (spec, again)]
@@ -273,3 +278,76 @@ def test_parts_of_other_models(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingError, match=words):
             other.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(part))
+
+
+@pytest.mark.filterwarnings("ignore:this MTP head does not pay")
+@pytest.mark.every_run("fit_mtp-.*")
+@pytest.mark.parametrize(
+    ("fit_function", "chosen"),
+    [
+        (fit_adapter, {"exit_layer": EXIT}),
+        (fit_probe, {"exit_layer": EXIT}),
+        (fit_exit_heads, {"layers": [EXIT], "copied": True, "epsilons": (0.1, 0.9)}),
+        (fit_mtp, {"steps": 2, "head_rows": 20}),
+    ],
+)
+def test_parts_have_a_speed(
+    fit_function: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by generation with them, with the settings of the model itself, which others may use meanwhile; they are
+    written once, with all figures."""
+    model, written, save = tiny_llama(3, factor=0.05), list[Path](), DraftModule.save_pretrained
+    configs, usual = [], model.generation_config
+    monkeypatch.setattr(
+        DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
+    )
+    model.register_forward_pre_hook(lambda *_: configs.append(model.generation_config))
+    args, out = arguments(tmp_path, max_steps=2), tmp_path / "out"
+    part = fit_function(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
+    assert part.about["figures"]["speed over plain generate"] > 0
+    assert written == [out]
+    assert type(part).load(out).about == part.about
+    assert not any(module.training for module in model.modules())
+    assert configs
+    assert all(config is usual for config in configs)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("free", "pays"), [(0.5, False), (1.5, True)])
+def test_parts_that_add_nothing_to_free_drafts(free: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which only calls take time: 2 seconds without an assistant, 1 with the part, and with free drafts
+    so many, or with both twice as many."""
+    model, part, clock, text = tiny_llama(3), Adapter(EXIT, 64, 4), [0.0], ids_of(rows(6))
+    spec, original = SelfSpec.kangaroo(part), type(model).generate
+
+    def generate(model: Any, *args: Any, **options: Any) -> Any:
+        draft = options["assistant"] and options["assistant"].draft
+        clock[0] += {False: 2.0, EarlyExitAdapter: 1.0, Lookup: free}.get(draft and type(draft), 2 * free)
+        return original(model, *args, **options)
+
+    monkeypatch.setattr(type(model), "generate", generate)
+    monkeypatch.setattr(fits, "perf_counter", lambda: clock[0])
+    if pays:
+        figures = speed_figures(part, model, text, spec)
+    else:
+        with pytest.warns(UserWarning, match=r"this adapter does not pay: .* at 2\.00 times .* 2\.00 .* 4\.00"):
+            figures = speed_figures(part, model, text, spec)
+    assert list(figures.values()) == [2.0, round(1 / free, 2), round(2 / free, 2)]
+    assert speed_figures(part, model, text[:0], spec) == {}
+
+
+def test_parts_are_compared_to_the_model_alone() -> None:
+    """Not to what is attached to it."""
+    with attach(model := tiny_llama(3), SelfSpec.lookup()) as spec:
+        speeds(model, ids_of(rows(2)), 4, [SelfSpec.lookup()])
+        assert spec.stats is None
+
+
+def test_a_fit_is_not_lost_to_its_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> list[float]:
+        raise IndexError
+
+    monkeypatch.setattr(fits, "speeds", fail)
+    with pytest.warns(UserWarning, match="adapter: its speed could not be measured"):
+        adapter_fit(tiny_llama(3), rows(20), args=arguments(tmp_path, max_steps=2), output_dir=tmp_path / "out")
+    assert Adapter.load(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Rows that drop a layer leave the batch."""
+"""Rows that drop a layer leave the batch, at the rates of LayerSkip's formula."""
 
 from functools import partial
 from pathlib import Path
@@ -7,24 +7,35 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
+from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from helpers.distributed_training import LAYERS, Row, rows, tiny, weights
+from helpers.distributed_training import LAYERS, WIDTH, Row, RowsSeen, exits, rows, tiny, weights
 from helpers.train.by_hand import (
     SEED,
     ByHand,
     assert_close,
     assert_equal,
+    both,
     history,
     rotational_shares,
     stacked,
     stays,
     train,
 )
-from helpers.train.watching import RowsSeen
-from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational, UnsupportedOptionError
-from hf_selfspec.train import loss_scale, training
+from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedOptionError
+from hf_selfspec.train import exponential, training
+
+
+def test_rates() -> None:
+    """``p = S(t) D(l) p_max`` with the powers of two that ``e^{x ln 2}`` are."""
+    powers = [2**0.0 - 1, 2**0.25 - 1, 2**0.5 - 1, 2**0.75 - 1, 1.0]
+    assert LayerDropout(0.2).rates(0, 5, 5) == pytest.approx([0.2 * power for power in powers])
+    for step, share in enumerate(powers):
+        rates = LayerDropout(0.2, exponential).rates(step, 5, 5)
+        assert rates == pytest.approx([0.2 * share * power for power in powers])
+    assert LayerDropout(0.2, lambda step, steps: step / steps).rates(1, 4, 2) == pytest.approx([0.0, 0.05])
+    assert LayerDropout(0.5).rates(0, 8, 1) == LayerDropout(0.5, exponential).rates(0, 1, 1) == [0.0]
 
 
 def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
@@ -42,11 +53,10 @@ def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("p_max", [0.6, 0.9])
 def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
     """``x + M f(x)`` by hand, where ``M`` is 0 or 1 and nothing is scaled; beside exits and alone."""
-    exits = EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)
     for callbacks, shares in (
         ([LayerDropout(p_max)], lambda step: {4: 1.0}),
-        ([exits, LayerDropout(p_max)], rotational_shares),
-        ([LayerDropout(p_max), exits], rotational_shares),
+        ([exits(), LayerDropout(p_max)], rotational_shares),
+        ([LayerDropout(p_max), exits()], rotational_shares),
     ):
         expected = ByHand(tiny(), shares, p_max=p_max)
         run = train(tmp_path, callbacks)
@@ -55,42 +65,44 @@ def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
     assert abs(expected.losses[0] - ByHand(tiny(), shares, steps=1).losses[0]) > 1e-3
 
 
-def test_no_dropout_is_plain_training_and_another_seed_draws_other_rows(tmp_path: Path) -> None:
-    without, plain = train(tmp_path, [LayerDropout(0.0)]), train(tmp_path, [])
+def test_callbacks_of_no_weight_are_plain_training_and_another_seed_draws_other_rows(tmp_path: Path) -> None:
+    without, plain = train(tmp_path, [EarlyExitLoss(0.0), LayerDropout(0.0)]), train(tmp_path, [])
     assert history(without) == history(plain)
     assert_equal(weights(without.model), weights(plain.model))
     first, other = (history(train(tmp_path, [LayerDropout(0.6)], seed=seed)) for seed in (SEED, SEED + 1))
     assert first[0] != other[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=["positions", "ends"])
-def test_a_packed_row_is_a_sample(tmp_path: Path, options: dict[str, bool]) -> None:
-    """All of its sequences run through a layer, or none. Ends that go over several rows are refused."""
+def embedded(samples: list[Row]) -> Row:
+    """Embeddings instead of ids, with positions that have one row for all."""
+    batch = stacked(samples)
+    embeddings = tiny().model.embed_tokens(batch["input_ids"]).detach()
+    return {"position_ids": torch.arange(WIDTH)[None], "inputs_embeds": embeddings, "labels": batch["labels"]}
+
+
+@pytest.mark.parametrize(
+    ("collate", "samples"),
+    [
+        (DataCollatorWithFlattening(), 1),
+        (DataCollatorWithFlattening(return_flash_attn_kwargs=True), 1),
+        (embedded, 4),
+    ],
+    ids=["packed", "packed with ends", "embedded"],
+)
+def test_a_row_is_a_sample(tmp_path: Path, collate: Any, samples: int) -> None:
+    """All of a packed row's sequences run through a layer, or none."""
     model, data = tiny(), [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
-    rows_seen, settings = RowsSeen(model), {"data_collator": DataCollatorWithFlattening(**options)}
-    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings=settings)
-    assert rows_seen.steps == [stays(step, 1, 0.9).sum(0).tolist() for step in range(3)]
-    if options:
-        ends = {"cu_seq_lens_q": torch.tensor([0, 4, 20])}
-        with training(model, [LayerDropout()], steps=1) as loop, loop.step():
-            with pytest.raises(UnsupportedOptionError, match="cu_seq_lens_q go over all"):
-                model(**stacked(rows(2)), **ends)
-            model(**stacked(rows(2))).loss.backward()
-
-
-def test_embeddings_as_inputs(tmp_path: Path) -> None:
-    """Rows are counted where the rows are, also where positions have one row for all."""
-
-    def collate(samples: list[Row]) -> Row:
-        batch = default_data_collator(samples)
-        embeddings = tiny().model.embed_tokens(batch["input_ids"]).detach()
-        positions = torch.arange(embeddings.shape[1])[None]
-        return {"position_ids": positions, "inputs_embeds": embeddings, "labels": batch["labels"]}
-
-    model = tiny()
     rows_seen = RowsSeen(model)
-    train(tmp_path, [LayerDropout(0.6)], model, settings={"data_collator": collate})
-    assert rows_seen.steps == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
+    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings={"data_collator": collate})
+    assert rows_seen.steps == [stays(step, samples, 0.9).sum(0).tolist() for step in range(3)]
+
+
+def test_ends_that_go_over_several_rows_are_refused() -> None:
+    ends = {"cu_seq_lens_q": torch.tensor([0, 4, 20])}
+    with training(model := tiny(), [LayerDropout()], steps=1) as loop, loop.step():
+        with pytest.raises(UnsupportedOptionError, match="cu_seq_lens_q go over all"):
+            model(**stacked(rows(2)), **ends)
+        model(**stacked(rows(2))).loss.backward()
 
 
 def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
@@ -103,9 +115,9 @@ def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
                 model(**inputs)
             return loss
 
-    expected, model = train(tmp_path, [LayerDropout(0.6), EarlyExitLoss()]), tiny()
-    rows_seen, callbacks = RowsSeen(model), [LayerDropout(0.6), EarlyExitLoss()]
-    run = WithReference(model, expected.args, train_dataset=rows(16), callbacks=callbacks)
+    expected, model = train(tmp_path, both()), tiny()
+    rows_seen = RowsSeen(model)
+    run = WithReference(model, expected.args, train_dataset=rows(16), callbacks=both())
     run.train()
     assert_equal(weights(model), weights(expected.model))
     assert history(run) == history(expected)

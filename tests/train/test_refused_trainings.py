@@ -14,14 +14,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 import hf_selfspec
 from helpers.architectures import build
-from helpers.distributed_training import WIDTH, rows, tiny, trainer, weights
+from helpers.distributed_training import WIDTH, exits, rows, tiny, trainer, weights
 from helpers.processes import library
-from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal, stacked
-from helpers.train.watching import left_as_it_was
+from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal, left_as_it_was, stacked
 from hf_selfspec import (
     EarlyExitLoss,
     LayerDropout,
-    Rotational,
     SettingError,
     SettingTypeError,
     UnsupportedModelError,
@@ -40,6 +38,39 @@ def of_trl(name: str, module: str = "trl") -> Callable[[Any], None]:
     def change(run: Any) -> None:
         library("trl")
         run.__class__ = type("Users", (getattr(importlib.import_module(module), name),), {})
+
+    return change
+
+
+class Fused(Trainer):
+    """Makes the loss of the outputs of TRL's fused head, as ``SFTTrainer`` does it: of their sum."""
+
+    shares = torch.ones(())
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return -(model(**inputs, fused_lm_head=True).log_probs * self.shares).sum() / num_items_in_batch
+
+
+class Weighing(Fused):
+    shares = torch.linspace(0, 1, WIDTH - 1)
+
+
+def fused(kind: type[Fused]) -> Callable[[Any], None]:
+    def change(run: Any) -> None:
+        library("trl")
+        importlib.import_module("trl.trainer.utils").add_fused_lm_head(run.model)
+        run.__class__ = kind
+
+    return change
+
+
+def late(event: str) -> Callable[[Any], None]:
+    """Adds a callback when an event comes: it cannot change the loss any more, and must not look as if it did."""
+
+    def change(run: Any) -> None:
+        adding = TrainerCallback()
+        setattr(adding, f"on_{event}", lambda *args, **kwargs: run.add_callback(EarlyExitLoss()))
+        run.add_callback(adding)
 
     return change
 
@@ -74,6 +105,8 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
      ["layers=[1]", "trains no exit", "even"]),
     (tiny, lambda: EarlyExitLoss(scale=lambda i, n, e: i - 1.5), {}, SettingError, ["at least 0", "-1.5"]),
     (tiny, lambda: LayerDropout(0.1), {}, SettingError, ["more than one LayerDropout"]),
+    (tiny, EarlyExitLoss, fused(Weighing), UnsupportedModelError, ["the sum of its `log_probs`"]),
+    (tiny, TrainerCallback, late("train_begin"), UnsupportedOptionError, ["EarlyExitLoss has to be among the"]),
 ]  # fmt: skip
 
 
@@ -117,17 +150,13 @@ def from_logits(model: Any) -> None:
     model(**stacked(rows(2))).logits.sum().backward()
 
 
-class FullyShardedDataParallel(torch.nn.Module):
-    """By its name, in which one layer lies."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
+class FullyShardedDataParallel(torch.nn.Identity):
+    """By its name."""
 
 
 def in_flat_parameters() -> None:
     model = tiny()
-    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0])
+    model.model.norm = FullyShardedDataParallel()
     training(model, [LayerDropout()], 1).__enter__()
 
 
@@ -139,13 +168,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "schedule": (lambda: LayerDropout(schedule="exponential"), SettingTypeError, r"schedule\) .*'exponential'"),
     "no loss": (lambda: in_loop(EarlyExitLoss(), forward=from_logits),
                 UnsupportedModelError, "EarlyExitLoss had no effect"),
-    "no forward": (lambda: in_loop(LayerDropout()), UnsupportedModelError, "LayerDropout had no effect"),
     "copies": (lambda: in_loop(LayerDropout(), forward=in_copies), UnsupportedModelError, "LayerDropout had no effect"),
     "FSDP 1": (in_flat_parameters, UnsupportedOptionError, "FSDP version 1"),
     "steps": (lambda: in_loop(LayerDropout(), times=2, forward=lambda model: model(**stacked(rows(2))).loss.backward()),
               SettingError, r"training\(steps=1\) has taken all of its steps"),
     "no callbacks": (in_loop, SettingTypeError, r"callbacks\) must be .* got \(\)"),
-    "twice": (lambda: in_loop(LayerDropout(), LayerDropout()), SettingError, r"has more than one LayerDropout"),
     "no steps": (lambda: in_loop(LayerDropout(), steps=0), SettingError, r"training\(steps\)"),
 }  # fmt: skip
 
@@ -160,45 +187,18 @@ def test_refused_settings_and_loops(case: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in TRL
 def test_fused_heads_are_served_where_their_outputs_are_summed(tmp_path: Path) -> None:
-    """As `SFTTrainer` does it; a loss that makes something else of them is refused, before any weight changes."""
-    library("trl")
-    add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
-
-    class Fused(Trainer):
-        shares = torch.ones(())
-
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            return -(model(**inputs, fused_lm_head=True).log_probs * self.shares).sum() / num_items_in_batch
-
-    class Weighing(Fused):
-        shares = torch.linspace(0, 1, WIDTH - 1)
-
-    for trainer_class in (Fused, Weighing):
-        usual, model = trainer(tiny(), [], tmp_path), tiny()
-        add_fused_lm_head(model)
-        run = trainer_class(
-            model, usual.args, train_dataset=rows(16), callbacks=[EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)]
-        )
-        before = weights(model)
-        if trainer_class is Fused:
-            run.train()
-            assert_close(weights(model), ByHand(tiny(), lambda step: ALL).weights)
-            continue
-        with left_as_it_was(run), pytest.raises(UnsupportedModelError, match="the sum of its `log_probs`"):
-            run.train()
-        assert_equal(weights(model), before)
+    run = trainer(tiny(), [exits(1)], tmp_path)
+    fused(Fused)(run)
+    run.train()
+    assert_close(weights(run.model), ByHand(tiny(), lambda step: ALL).weights)
 
 
-def test_callbacks_that_come_too_late_are_refused(tmp_path: Path) -> None:
-    """What cannot change the loss any more, or layers, must not look as if it did."""
-    for event, late in (("train_begin", EarlyExitLoss), ("step_end", EarlyExitLoss), ("step_end", LayerDropout)):
-        adding = TrainerCallback()
-        run = trainer(tiny(), [LayerDropout(1e-9), adding] if late is EarlyExitLoss else [adding], tmp_path)
-        setattr(adding, f"on_{event}", lambda *args, run=run, late=late, **kwargs: run.add_callback(late()))
-        words = f"{late.__name__} has to be among the callbacks"
-        with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match=words):
-            run.train()
-        assert run.state.global_step == (event == "step_end")
+def test_callbacks_that_come_in_the_middle_or_without_the_package_are_refused(tmp_path: Path) -> None:
+    run = trainer(tiny(), [], tmp_path)
+    late("step_end")(run)
+    with left_as_it_was(run), pytest.raises(UnsupportedOptionError, match="EarlyExitLoss has to be among"):
+        run.train()
+    assert run.state.global_step == 1
     run = trainer(tiny(), [EarlyExitLoss()], tmp_path)
     hf_selfspec.uninstall()
     try:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, NO_EXITS, SHARING, build
 from helpers.distributed_training import rows_put_back
-from helpers.train.watching import attributes_of
+from helpers.train.by_hand import attributes_of
 from hf_selfspec import EarlyExitLoss, LayerDropout, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards

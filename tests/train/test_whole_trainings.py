@@ -12,33 +12,34 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
-from helpers.distributed_training import CHECKPOINTING, LAYERS, rows, tiny, trainer, weights
+from helpers.distributed_training import CHECKPOINTING, LAYERS, exits, rows, tiny, trainer, weights
 from helpers.processes import peft_calls_old_name
 from helpers.train.by_hand import (
     ALL,
-    BOTH,
     ByHand,
     assert_close,
     assert_equal,
+    attributes_of,
+    both,
     exit_loss,
     history,
+    left_as_it_was,
     rotational_shares,
     stacked,
     targets,
     train,
 )
-from helpers.train.watching import attributes_of, left_as_it_was
-from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout, Rotational
+from hf_selfspec import EarlyExitLoss, Gradual, LayerDropout
 from hf_selfspec.train import exponential, loss_scale, training
 
 
-def assert_same_training(run: Any, expected: Any) -> None:
-    """To the last bit of weights and logged losses."""
-    assert_equal(weights(run.model), weights(expected.model))
+def assert_same_training(run: Any, expected: Any, rel: float | None = None) -> None:
+    """Of weights and logged losses, to the last bit or so closely."""
+    (assert_close if rel else assert_equal)(weights(run.model), weights(expected.model))
     for key in ("loss", "loss/exit_2", "loss/exit_3", "loss/exit_4"):
-        assert history(run, key) == history(expected, key)
+        assert history(run, key) == (pytest.approx(history(expected, key), rel=rel) if rel else history(expected, key))
 
 
 def test_evaluation(tmp_path: Path) -> None:
@@ -47,8 +48,8 @@ def test_evaluation(tmp_path: Path) -> None:
     watch, evaluated = TrainerCallback(), rows(6, seed=9)
     watch.on_evaluate = lambda *args, model, **kwargs: snapshots.append(weights(model))
     options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 6}
-    run = train(tmp_path, [*BOTH["both"](), watch], settings={"eval_dataset": evaluated}, **options)
-    assert_same_training(run, train(tmp_path, BOTH["both"]()))
+    run = train(tmp_path, [*both(), watch], settings={"eval_dataset": evaluated}, **options)
+    assert_same_training(run, train(tmp_path, both()))
     batch, losses = stacked(evaluated), history(run, "eval_loss")
     assert len(losses) == len(snapshots) == 4
     for loss, snapshot in zip(losses, snapshots, strict=True):
@@ -79,7 +80,7 @@ def test_saved_models_are_ordinary(tmp_path: Path) -> None:
     """A checkpoint of a training and what is saved after it: the keys of before, loadable without this package."""
     model = tiny(tied=True)
     keys = list(model.state_dict())
-    train(tmp_path / "run", BOTH["both"](), model, save_strategy="steps", save_steps=3).save_model(tmp_path / "end")
+    train(tmp_path / "run", both(), model, save_strategy="steps", save_steps=3).save_model(tmp_path / "end")
     model.save_pretrained(tmp_path / "model")
     assert list(model.state_dict()) == keys
     model.eval()
@@ -94,31 +95,18 @@ def test_saved_models_are_ordinary(tmp_path: Path) -> None:
 
 def test_bf16(tmp_path: Path) -> None:
     """Close to float32, with master weights in float32 and without ones; all exits go through the head in bfloat16."""
-    plain, precisions, model = train(tmp_path, BOTH["both"]()), list[tuple[bool, torch.dtype]](), tiny()
-    model.lm_head.register_forward_hook(
-        lambda module, args, output: precisions.append((torch.is_autocast_enabled("cpu"), output.dtype))
-    )
-    train(tmp_path, [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)], model, bf16=True)
-    assert precisions == [(True, torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
-    mixed = train(tmp_path, BOTH["both"](), bf16=True)
-    pure = train(tmp_path, BOTH["both"](), tiny().to(torch.bfloat16))
-    for run in (mixed, pure):
+    plain, precisions = train(tmp_path, [exits(1)]), list[tuple[bool, torch.dtype]]()
+    for model, options in ((tiny(), {"bf16": True}), (tiny().to(torch.bfloat16), {})):
+        kept = model.dtype
+        model.lm_head.register_forward_hook(
+            lambda module, args, output: precisions.append((torch.is_autocast_enabled("cpu"), output.dtype))
+        )
+        run = train(tmp_path, [exits(1)], model, **options)
+        assert precisions == [(bool(options), torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
         assert history(run) == pytest.approx(history(plain), rel=0.02)
         assert history(run) != history(plain)
-    assert {value.dtype for value in mixed.model.parameters()} == {torch.float32}
-    assert {value.dtype for value in pure.model.parameters()} == {torch.bfloat16}
-
-
-# Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-def test_torch_compile(tmp_path: Path) -> None:
-    """Traced and run without code generation: the hooks stay outside of the graphs."""
-    plain = train(tmp_path, BOTH["both"]())
-    with patch.dict(os.environ):  # in which TrainingArguments leave that other trainings are compiled, too
-        compiled = train(tmp_path, BOTH["both"](), torch_compile=True, torch_compile_backend="eager")
-    assert history(compiled) == pytest.approx(history(plain), rel=1e-5)
-    assert_close(weights(compiled.model), weights(plain.model))
+        assert {value.dtype for value in model.parameters()} == {kept}
+        precisions.clear()
 
 
 def with_lora(head: bool = False) -> PeftModel:
@@ -134,7 +122,7 @@ def with_lora(head: bool = False) -> PeftModel:
 def test_lora(tmp_path: Path, head: bool) -> None:
     """Adapters (and a head that is trained) move as by hand; all other weights stay as they are, to the last bit."""
     before, expected = weights(with_lora(head)), ByHand(with_lora(head), rotational_shares, p_max=0.6)
-    run = train(tmp_path, BOTH["both"](), with_lora(head))
+    run = train(tmp_path, both(), with_lora(head))
     after = weights(run.model)
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     assert_close(after, expected.weights)
@@ -145,21 +133,32 @@ def test_lora(tmp_path: Path, head: bool) -> None:
 
 
 @peft_calls_old_name
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
-    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
-    for make in (tiny, lambda: with_lora(head=True)):
-        plain = train(tmp_path, BOTH["both"](), make())
-        saving = train(tmp_path, BOTH["both"](), make(), **options)
-        assert history(saving) == pytest.approx(history(plain), rel=1e-5)
-        assert_close(weights(saving.model), weights(plain.model))
+# Where a graph breaks, dynamo looks at the gradients of tensors that were computed before.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (tiny, {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),
+        (tiny, {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}),
+        (lambda: with_lora(head=True), {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),
+        (lambda: with_lora(head=True), {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}),
+        # Traced and run without code generation: the hooks stay outside of the graphs.
+        pytest.param(
+            tiny, {"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow, id="compiled"
+        ),
+    ],
+)
+def test_other_ways_to_run_the_same_training(tmp_path: Path, make: Callable[[], Any], options: dict[str, Any]) -> None:
+    plain = train(tmp_path, both(), make())
+    with patch.dict(os.environ):  # in which TrainingArguments leave that other trainings are compiled, too
+        assert_same_training(train(tmp_path, both(), make(), **options), plain, 1e-5)
 
 
 def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
     """Also with a step of two batches, of which the ``Trainer`` divides the losses by the targets of both."""
     model, data = tiny(), rows(16)
-    optimizer, losses, before = torch.optim.SGD(model.parameters(), lr=0.05), [], attributes_of(model.train())
-    with training(model, BOTH["both"](), steps=3) as loop:
+    optimizer, logs, before = torch.optim.SGD(model.parameters(), lr=0.05), [], attributes_of(model.train())
+    with training(model, both(), steps=3) as loop:
         for step in range(3):
             with loop.step():
                 batches = [stacked(data[step * 4 + begin : step * 4 + begin + 2]) for begin in (0, 2)]
@@ -167,18 +166,18 @@ def test_a_loop_trains_as_the_trainer_does(tmp_path: Path) -> None:
                     model(**batch, num_items_in_batch=sum(map(targets, batches))).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loop.logs())
+            logs.append(loop.logs())
     assert attributes_of(model) == before
-    expected = train(tmp_path, BOTH["both"]())
+    expected = train(tmp_path, both())
     assert_close(weights(model), weights(expected.model))
-    for logs, logged in zip(losses, expected.state.log_history, strict=False):  # at the end come times
-        assert logs == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
+    for of_step, logged in zip(logs, expected.state.log_history, strict=False):  # at the end come times
+        assert of_step == pytest.approx({name: value for name, value in logged.items() if "exit" in name}, rel=1e-4)
 
 
 def test_after_a_training(tmp_path: Path) -> None:
     """Also where methods of the Trainer and forwards were replaced on instances before, as accelerate does it: these
     run underneath. A second training is as the first."""
-    callbacks, calls, names = BOTH["both"](), set[str](), ("model", "model.layers.1", "lm_head")
+    callbacks, calls, names = both(), set[str](), ("model", "model.layers.1", "lm_head")
     run = trainer(tiny(), callbacks, tmp_path)
     for name in names:
         module = run.model.get_submodule(name)
@@ -202,11 +201,11 @@ def test_a_batch_size_that_is_found(tmp_path: Path) -> None:
         if len(args[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    run = trainer(tiny(), BOTH["both"](), tmp_path, auto_find_batch_size=True)
+    run = trainer(tiny(), both(), tmp_path, auto_find_batch_size=True)
     run.model.lm_head.register_forward_pre_hook(fill)
     with left_as_it_was(run):
         run.train()
-    assert_same_training(run, train(tmp_path, BOTH["both"](), per_device_train_batch_size=2))
+    assert_same_training(run, train(tmp_path, both(), per_device_train_batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_a_batch_size_that_is_found(tmp_path: Path) -> None:
 )
 def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     """Wherever it comes from, when that is called so often; the same callbacks then train as if nothing had been."""
-    callbacks, called, bomb, model = BOTH["both"](), list[int](), TrainerCallback(), tiny()
+    callbacks, called, bomb, model = both(), list[int](), TrainerCallback(), tiny()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
     def tick(*args: Any, **kwargs: Any) -> None:
@@ -230,28 +229,27 @@ def test_after_an_exception(tmp_path: Path, place: str, fuse: int) -> None:
     with left_as_it_was(run), pytest.raises(ZeroDivisionError):
         run.train()
     assert len(called) == fuse
-    assert_same_training(train(tmp_path, callbacks, **options), train(tmp_path, BOTH["both"](), **options))
+    assert_same_training(train(tmp_path, callbacks, **options), train(tmp_path, both(), **options))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_made_meanwhile(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """A teacher that a callback copies in each step is the plain model, and trains and changes nothing."""
-    teachers, copying = list[Any](), TrainerCallback()
-    copying.on_step_begin = lambda *args, model, **kwargs: teachers.append(copied(model))
+    teachers, copying, batch = list[tuple[Any, Any]](), TrainerCallback(), stacked(rows(4))
 
-    class Distilling(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            alone = tiny().train()
-            alone.load_state_dict(model.state_dict())
-            assert torch.equal(teachers[-1](**inputs).loss, alone(**inputs).loss)
-            return super().compute_loss(model, inputs, *args, **kwargs)
+    def copy_it(*args: Any, model: Any, **kwargs: Any) -> None:
+        alone = tiny().train()
+        alone.load_state_dict(model.state_dict())
+        teachers.append((copied(model), alone(**batch).loss))
+        assert torch.equal(teachers[-1][0](**batch).loss, teachers[-1][1])
 
-    usual = train(tmp_path, BOTH["both"](), **{CHECKPOINTING: copied is copy.deepcopy})  # its hook has no pickle
-    run = Distilling(tiny(), usual.args, train_dataset=rows(16), callbacks=[*BOTH["both"](), copying])
-    run.train()
-    assert_equal(weights(run.model), weights(usual.model))
+    copying.on_step_begin = copy_it
+    options = {CHECKPOINTING: copied is copy.deepcopy}  # its hook has no pickle
+    run = train(tmp_path, [*both(), copying], **options)
+    assert_same_training(run, train(tmp_path, both(), **options))
     plain = attributes_of(run.model)
-    for teacher in (teachers[0], teachers[-1]):
+    for teacher, loss in teachers:
+        assert torch.equal(teacher(**batch).loss, loss)
         attributes = attributes_of(teacher)
         assert attributes.keys() == plain.keys()
         assert [key for key in plain if key.endswith("(number)") and plain[key] != attributes[key]] == []
@@ -270,7 +268,7 @@ def test_other_threads(tmp_path: Path) -> None:
             thread.join()
 
     model.model.layers[3].register_forward_pre_hook(serve)
-    callbacks = [EarlyExitLoss(1.0, Rotational(1), scale=loss_scale), LayerDropout(0.9)]
+    callbacks = [exits(1), LayerDropout(0.9)]
     train(tmp_path, callbacks, model, **{CHECKPOINTING: True})
     assert_equal(weights(model), weights(train(tmp_path, callbacks, **{CHECKPOINTING: True}).model))
     torch.testing.assert_close(logits[0], tiny()(ids).logits.detach())

@@ -1,6 +1,7 @@
 """LayerSkip's training written out: gradient descent on its formula, and what trainings are compared by."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from helpers.distributed_training import Row, rows, rows_put_back, tiny, trainer, weights
-from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
-from hf_selfspec.train import loss_scale
+from helpers.distributed_training import Row, exits, rows, rows_put_back, tiny, trainer, weights
+from hf_selfspec import LayerDropout
+from hf_selfspec.train.trainer import ModelCallback, TrainingRun
 
 SEED = 42  # The Trainer's default, from which LayerDropout draws.
 
@@ -109,15 +110,15 @@ class ByHand:
             count = targets(samples)
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             with rows_put_back(inner.model.layers, kept):
-                exits = {layer: exit_loss(model, samples, layer, distils) / count for layer in shares(step)}
-            loss = torch.stack([share * exits[layer] for layer, share in shares(step).items()]).sum()
+                losses = {layer: exit_loss(model, samples, layer, distils) / count for layer in shares(step)}
+            loss = torch.stack([share * losses[layer] for layer, share in shares(step).items()]).sum()
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             with torch.no_grad():
                 for parameter, gradient in zip(trained, gradients, strict=True):
                     if gradient is not None:
                         parameter -= 0.05 * gradient
             self.losses.append(loss.item())
-            self.exits.append({layer: value.item() for layer, value in exits.items()})
+            self.exits.append({layer: value.item() for layer, value in losses.items()})
             self.targets.append(count)
         self.weights = weights(model)
 
@@ -131,14 +132,35 @@ def rotational_shares(step: int) -> dict[int, float]:
     return {3: 3 / 9, 4: 6 / 9} if step % 2 == 0 else {2: 1 / 7, 4: 6 / 7}
 
 
-BOTH = {
-    "exits": lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale)],
-    "dropout": lambda: [LayerDropout(0.6)],
-    "both": lambda: [EarlyExitLoss(1.0, Rotational(2), scale=loss_scale), LayerDropout(0.6)],
-}
+def both() -> list[TrainerCallback]:
+    return [exits(), LayerDropout(0.6)]
 
 
 def train(folder: Path, callbacks: Sequence[TrainerCallback], model: Any = None, **options: Any) -> Any:
     run = trainer(tiny() if model is None else model, callbacks, folder, **options)
     run.train()
     return run
+
+
+def attributes_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Every attribute of every module but its mode and accelerate's mark, and how many hooks it has."""
+    found: dict[str, Any] = {}
+    ignored = ("training", "_is_accelerate_prepared")
+    for name, module in model.named_modules():
+        found |= {f"{name}.{key}": value for key, value in module.__dict__.items() if key not in ignored}
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs"):
+            found[f"{name}.{kind} (number)"] = len(getattr(module, kind))
+    return found
+
+
+@contextmanager
+def left_as_it_was(run: Any) -> Iterator[None]:
+    """Asserts that the model and the Trainer have afterwards what they had, object by object."""
+    before, keys = attributes_of(run.model), set(run.__dict__)
+    yield
+    after = attributes_of(run.model)
+    assert after.keys() == before.keys()
+    assert [key for key, value in before.items() if after[key] is not value and after[key] != value] == []
+    assert "log" in keys or "log" not in run.__dict__
+    ours = [callback for callback in run.callback_handler.callbacks if isinstance(callback, ModelCallback)]
+    assert all(type(callback._run) is TrainingRun for callback in ours)
