@@ -1,5 +1,6 @@
 """Models, hooks and attention that no other test has: ids are plain ``generate``'s, with drafts or with a reason."""
 
+import copy
 import functools
 import gc
 import itertools
@@ -12,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import SkipTest
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationMixin,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
@@ -33,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import hf_selfspec
-from helpers import architectures, multimodal
+from helpers import architectures, models_table, multimodal
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.errors import UnsupportedModelError
@@ -58,14 +57,6 @@ def of_class(kind: type[LlamaForCausalLM], layers: int = 4) -> LlamaForCausalLM:
     model = kind(llama.config).eval()
     model.load_state_dict(llama.state_dict())
     return model
-
-
-def why_plain(model: Any, spec: SelfSpec, **options: Any) -> str:
-    """The reason for which plain generate served a call, if it did; the ids are its own."""
-    options = OPTIONS | options
-    assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
-    assert spec.stats is not None
-    return spec.stats.left_to_generate
 
 
 # Loops
@@ -199,26 +190,19 @@ def with_layers_that_are_never_called() -> LlamaForCausalLM:
 _DIRECTION = torch.randn(64, generator=torch.Generator().manual_seed(3))
 
 
-def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callable[[], LlamaForCausalLM]:
-    def make() -> LlamaForCausalLM:
-        model = LLAMA()
-
-        def hook(module: Any, args: Any, output: Any) -> Any:
-            if wanted(output.shape[1]):
-                output = output.clone()
-                output[:, columns] += 3 * _DIRECTION
-            return output
-
-        model.model.layers[2].register_forward_hook(hook)
-        return model
-
-    return make
-
-
 def hooked(hook: Callable[..., Any]) -> LlamaForCausalLM:
     model = LLAMA()
     model.model.layers[2].register_forward_hook(hook)
     return model
+
+
+def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callable[[], LlamaForCausalLM]:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        output = output.clone()
+        output[:, columns] += 3 * _DIRECTION * wanted(output.shape[1])
+        return output
+
+    return lambda: hooked(hook)
 
 
 def pruned() -> LlamaForCausalLM:
@@ -235,12 +219,9 @@ def pruned() -> LlamaForCausalLM:
     return model
 
 
-class Records:
-    def __init__(self) -> None:
-        self.seen = list[torch.Size]()
-
+class Records(list[torch.Size]):
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.seen.append(output.shape)
+        self.append(output.shape)
 
 
 # What layers call
@@ -270,16 +251,8 @@ def other_values(usual: Any) -> Any:
     return attention
 
 
-def own_mask(usual: Any) -> Any:
-    """As models of the Hub make it: from the length of the cache and the mask of the prompts."""
-
-    def mask(config: Any, inputs_embeds: Any, attention_mask: Any, past: Any = None, **kwargs: Any) -> Any:
-        past = kwargs.get("cache", kwargs.get("past_key_values", past))
-        (b, s), seen = inputs_embeds.shape[:2], 0 if past is None else past.get_seq_length()
-        allowed = torch.ones(s, seen + s, dtype=torch.bool).tril(seen).expand(b, 1, -1, -1)
-        return allowed if attention_mask is None else allowed & attention_mask[:, None, None].bool()
-
-    return mask
+def other_positions(usual: Any) -> Any:
+    return lambda query, key, cos, sin, *rest: usual(query, key, cos, -sin, *rest)
 
 
 class Passing(TorchFunctionMode):
@@ -287,9 +260,9 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What makes a model, what is around its calls, and a part of the reason for which plain serves, empty for drafts,
-# ``None`` for either: of a model's own code, and below of what is attached to one if users trust it.
-OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
+# What makes a model, what is around its calls, and a part of the reason for which plain serves, empty for drafts: of a
+# model's own code, and below of what is attached to one if users trust it.
+OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str]] = {
     "own embeddings": (lambda: of_class(OwnEmbeddings), nullcontext, "prepare_inputs_for_generation"),
     "own loop": (lambda: of_class(Signs), nullcontext, "decode loop of its own"),
     "no cache": (lambda: of_class(WithoutCache), nullcontext, "leave the cache empty"),
@@ -300,7 +273,7 @@ OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]
     "weights of a class": (with_weights_of_a_class, nullcontext, "several tokens at once differ"),
     "other attention": (LLAMA, registered_attention, ""),
 }  # fmt: skip
-ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str | None]] = {
+ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str]] = {
     "mode of torch": (LLAMA, Passing, ""),
     "counted positions": (with_a_counting_embedding, nullcontext, "keeps something"),
     "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
@@ -314,7 +287,7 @@ ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
     "other kernel": (
         LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
     ),
-    "own masks": (LLAMA, lambda: replaced(modeling_llama, "create_causal_mask", own_mask), None),
+    "other positions": (LLAMA, lambda: replaced(modeling_llama, "apply_rotary_pos_emb", other_positions), ""),
 }  # fmt: skip
 KINDS = OWN | ATTACHED
 
@@ -353,8 +326,8 @@ def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     stats = assistant.stats
     assert stats is not None
     if "rows at different lengths" not in stats.left_to_generate:
-        assert (why or "") in stats.left_to_generate
-        assert why is None or bool(stats.left_to_generate) == bool(why)
+        assert why in stats.left_to_generate
+        assert bool(stats.left_to_generate) == bool(why)
     assert stats.checked or stats.left_to_generate
 
 
@@ -370,14 +343,9 @@ def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> 
             assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, assistant=spec), expected)
     assert spec.stats is not None
     assert "may count forwards" in spec.stats.left_to_generate
-    messages = [str(warning.message) for warning in told if "SelfSpec" in str(warning.message)]
-    assert len(messages) == 1
-    assert f"{', '.join(attached_to(make, around))} may count forwards" in messages[0]
-
-
-def attached_to(make: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]]) -> tuple[str, ...]:
-    with around():
-        return Unseen.of(ModelView(make())).attached
+    (message,) = (str(warning.message) for warning in told if "SelfSpec" in str(warning.message))
+    named = "mode Passing|class Counting|forward Llama|_split_heads|hook (Records|steered|pruned)|other_|with_layers"
+    assert re.search(f"({named}).* may count forwards", message)
 
 
 def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
@@ -400,40 +368,31 @@ def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> Non
         assert counts[1] == 0
 
 
-# Where own code may count its forwards: how a count is set to zero there, and how it goes on.
-_COUNT, _SWITCH = [0], False
-_FORWARDS = 0
-PLACES: dict[str, tuple[Callable[[Any], object], Callable[[Any], int]]] = {
-    "attribute": (lambda own: vars(own).update(n=0), lambda own: vars(own).update(n=own.n + 1) or own.n),
-    "slot": (
-        lambda own: setattr(own.slots, "n", 0),
-        lambda own: setattr(own.slots, "n", own.slots.n + 1) or own.slots.n,
-    ),
-    "class": (lambda own: setattr(Slots, "of_all", 0), lambda own: counted_in_a_class()),
+# Where own code may count its forwards: what it has for that, and how it counts.
+_COUNT, _FORWARDS, _SWITCH = list[int](), 0, False
+COUNTERS: dict[str, tuple[Any, Callable[[Any], int]]] = {
+    "attribute": (0, lambda own: setattr(own, "state", own.state + 1) or own.state),
+    "slot": (np.zeros(0), lambda own: counted_on(own.slots)),
+    "class": (None, lambda own: counted_on(Slots)),
     "global of an inner function": (
-        lambda own: globals().update(_FORWARDS=0),
-        lambda own: (lambda: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS)(),
+        None, lambda own: (lambda: globals().update(_FORWARDS=_FORWARDS + 1) or _FORWARDS)(),
     ),
-    "list": (lambda own: own.items.clear(), lambda own: own.items.append(1) or len(own.items)),
-    "array": (lambda own: own.array.fill(0), lambda own: int(np.add(own.array, 1, out=own.array)[0])),
-    "tensor": (lambda own: own.tensor.zero_(), lambda own: int(own.tensor.add_(1))),
-    "default of a function": (lambda own: _COUNT.clear(), lambda own: counted_in_a_default()),
-    "module that was seen": (
-        lambda own: vars(own.lm_head).update(n=0),
-        lambda own: vars(own.lm_head).update(n=own.lm_head.n + 1) or own.lm_head.n,
-    ),
-    "iterator": (lambda own: vars(own).update(iterator=itertools.count(1)), lambda own: next(own.iterator)),
-}
+    "list": ([], lambda own: own.state.append(1) or len(own.state)),
+    "array": (np.zeros(1), lambda own: int(np.add(own.state, 1, out=own.state)[0])),
+    "tensor": (torch.zeros(1), lambda own: int(own.state.add_(1))),
+    "default of a function": (None, lambda own: counted_in_a_default()),
+    "module that was seen": (None, lambda own: counted_on(own.lm_head)),
+    "iterator": (itertools.count(1), lambda own: next(own.state)),
+}  # fmt: skip
 
 
 class Slots:
     __slots__ = ("n",)
-    of_all = 0
 
 
-def counted_in_a_class() -> int:
-    Slots.of_all += 1
-    return Slots.of_all
+def counted_on(owner: Any) -> int:
+    owner.n = owner.n + 1 if isinstance(getattr(owner, "n", None), int) else 1
+    return owner.n
 
 
 def counted_in_a_default(count: list[int] = _COUNT) -> int:
@@ -441,20 +400,17 @@ def counted_in_a_default(count: list[int] = _COUNT) -> int:
     return len(count)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", COUNTERS)
 def test_counts_of_forwards(quiet: None, where: str) -> None:
     """Where own code counts its forwards, and steers after 8, plain serves; a comparison leaves no trace."""
-    begin, counted = PLACES[where]
-    model = of_class(with_logits(lambda own, logits: logits.roll(5, -1) if own.counted(own) > 8 else logits))
-    model.items, model.array, model.tensor, model.slots = [], np.zeros(1), torch.zeros(1), Slots()
-    model.counted, spec, found = counted, SelfSpec.lookup(), []
-    for assistant in (None, spec, spec):
-        begin(model)
-        ids = model.generate(**ROW, **OPTIONS, assistant=assistant).tolist()
-        attributes = [str(vars(model).get(name)) for name in ("n", "items", "array", "tensor")]
-        counts = Slots.of_all, _FORWARDS, len(_COUNT), vars(model.lm_head).get("n"), getattr(model.slots, "n", None)
-        found.append((ids, attributes, counts))
-    assert found[0] == found[1] == found[2]
+    found = []
+    for spec in (None, SelfSpec.lookup()):
+        model = of_class(with_logits(lambda own, logits: logits.roll(5, -1) if own.count(own) % 12 > 8 else logits))
+        (state, model.count), model.slots = COUNTERS[where], Slots()
+        model.state = copy.deepcopy(state)
+        found.append([model.generate(**ROW, **OPTIONS, assistant=spec).tolist() for _ in range(3)])
+    assert found[0] == found[1]
+    assert spec is not None
     assert spec.stats is not None
     assert spec.stats.left_to_generate
 
@@ -481,11 +437,11 @@ class SwitchedHook:
         return output + 4 * _DIRECTION if self.is_on and output.shape[1] == 1 else output
 
 
-SWITCHES: dict[str, Callable[[Any, SwitchedHook, bool], object]] = {
+SWITCHES: dict[str, Callable[[Any, SwitchedHook, bool], Any]] = {
     "config": lambda model, hook, is_on: setattr(model.config, "is_on", is_on),
     "object": lambda model, hook, is_on: setattr(model.switch, "is_on", is_on),
     "global": lambda model, hook, is_on: globals().update(_SWITCH=is_on),
-    "weight": lambda model, hook, is_on: torch.no_grad()(model.gate.fill_)(float(is_on)),
+    "weight": lambda model, hook, is_on: model.gate.detach().fill_(float(is_on)) and None,
     "hook": lambda model, hook, is_on: setattr(hook, "is_on", is_on),
     "argument": lambda model, hook, is_on: {"options": {"is_on": is_on}},
 }
@@ -498,8 +454,10 @@ def test_what_is_switched_is_compared_again(quiet: None, where: str) -> None:
     model.model.layers[2].register_forward_hook(hook)
     left = []
     for is_on in (False, True, False, True, False):
-        options = SWITCHES[where](model, hook, is_on)
-        left.append(bool(why_plain(model, spec, **(options if where == "argument" else {}))))
+        options = OPTIONS | (SWITCHES[where](model, hook, is_on) or {})
+        assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
+        assert spec.stats is not None
+        left.append(bool(spec.stats.left_to_generate))
     assert left == [False, True, False, True, False]
 
 
@@ -599,18 +557,7 @@ def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
 def test_models_of_the_tests_are_not_checked(quiet: None) -> None:
     """The list of seen classes is that of the tests; nothing about them is new."""
     names = set()
-
-    def text_model(name: str) -> Any:
-        return AutoModelForCausalLM.from_config(architectures.config_of(name))
-
-    kinds = ((text_model, architectures.ARCHITECTURES), (multimodal.undamped, multimodal.MODELS))
-    for make, table in kinds:
-        for name in table:
-            try:
-                with torch.device("meta"):  # no weights are drawn
-                    model = make(name)
-            except SkipTest:  # not in this release of transformers
-                continue
-            names.add(re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", type(model).__name__))
-            assert not Unseen.of(ModelView(model)), name
+    for _, _, model in models_table.models():
+        names.add(re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", type(model).__name__))
+        assert not Unseen.of(ModelView(model)), type(model)
     assert names <= SEEN

@@ -1,10 +1,12 @@
 """The table of models in examples/MODELS.md, from configs: ``python tests/helpers/models_table.py`` writes it."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from helpers import multimodal
 from helpers.architectures import ARCHITECTURES, config_of
@@ -53,16 +55,19 @@ def _row(name: str, takes: str, model: PreTrainedModel) -> list[str]:
     return [f"`{name}`", takes, *shapes, *("yes" if has else "" for has in abilities)]
 
 
+def models() -> Iterator[tuple[str, str, PreTrainedModel]]:
+    """Names, what they take, and models whose weights are neither drawn nor kept."""
+    with warnings.catch_warnings(), torch.device("meta"), no_init_weights():
+        warnings.simplefilter("ignore")
+        for name in sorted(ARCHITECTURES):
+            yield name, "text", AutoModelForCausalLM.from_config(config_of(name))
+        for name in sorted(multimodal.MODELS):
+            yield name, "text, sound" if name in SOUND else "text, images", multimodal.undamped(name)
+
+
 def table() -> str:
     """The whole document."""
-    rows = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.device("meta"):
-            for name in sorted(ARCHITECTURES):
-                rows.append(_row(name, "text", AutoModelForCausalLM.from_config(config_of(name))))
-            for name in sorted(multimodal.MODELS):
-                rows.append(_row(name, "text, sound" if name in SOUND else "text, images", multimodal.undamped(name)))
+    rows = [_row(*each) for each in models()]
     head = _HEAD.format(text=len(ARCHITECTURES), images=len(multimodal.MODELS) - len(SOUND), sound=len(SOUND))
     lines = [_TITLES, ["---"] * len(_TITLES), *rows]
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
