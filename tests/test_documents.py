@@ -4,7 +4,6 @@ import ast
 import inspect
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +120,3 @@ def test_every_public_name_is_described() -> None:
         described = inspect.getdoc(getattr(hf_selfspec, name))
         assert described, name
         assert not described.startswith(f"{name}("), "what a dataclass makes of its fields is no docstring"
-
-
-@pytest.mark.slow
-def test_the_reference_has_an_entry_of_every_public_name(tmp_path: Path) -> None:
-    """Made as ``pdoc -d google -o DIR hf_selfspec`` makes it."""
-    pdoc = pytest.importorskip("pdoc", reason="pdoc is in the extras docs and test")
-    pdoc.render.configure(docformat="google")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that are only imported for it
-        pdoc.pdoc("hf_selfspec", output_directory=tmp_path)
-    page = (tmp_path / "hf_selfspec.html").read_text()
-    assert all(f'<section id="{name}">' in page for name in hf_selfspec.__all__)

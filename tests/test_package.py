@@ -1,6 +1,9 @@
 """The package as a whole: its names, its low-precision promise, its statistics."""
 
 import ast
+import importlib.util
+import multiprocessing
+import sys
 import threading
 import warnings
 from operator import attrgetter
@@ -10,7 +13,6 @@ import pytest
 
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
-from helpers.processes import python
 from hf_selfspec import (
     FixedLength,
     GenerationStats,
@@ -72,41 +74,48 @@ def test_a_version_that_lacks_a_part_is_left_to_its_own_loop(monkeypatch: pytest
     assert "has no GenerationMixin._prefills" in spec.stats.left_to_generate
 
 
+def forget(*packages: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+def first_calls() -> None:
+    forget("hf_selfspec")
+    importlib.import_module("hf_selfspec")
+    forget("hf_selfspec", "helpers", "transformers")
+    hf_selfspec = importlib.import_module("hf_selfspec")
+    assert "transformers" not in sys.modules
+    importlib.util.find_spec("transformers.generation.utils")  # which imports nothing
+    models = importlib.import_module("helpers.models")
+    model, options = models.tiny_llama(2), {**models.ROW, "max_new_tokens": 4}
+    first = model.generate(**options, assistant=hf_selfspec.SelfSpec())
+    assert first.equal(model.generate(**options))
+    assert not {"tools", "train"} & {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
+    for name in ("model.kernels.linear", "generate.seams", "generate.wrapper"):
+        importlib.reload(sys.modules["hf_selfspec." + name])
+        assert first.equal(model.generate(**options, assistant=hf_selfspec.SelfSpec()))
+    forget("hf_selfspec")
+    hf_selfspec = importlib.import_module("hf_selfspec")
+    assert first.equal(model.generate(**options, assistant=hf_selfspec.SelfSpec()))
+    with hf_selfspec.attach(model, hf_selfspec.SelfSpec()) as spec:
+        model.generate(**options)
+    assert spec.stats.tokens == 4
+    assert not hasattr(model.generate.__wrapped__, "_hf_selfspec_wrapper")
+    hf_selfspec.uninstall()
+    assert model.generate.__module__ == "transformers.generation.utils"
+    with pytest.raises(ValueError, match="assistant"):
+        model.generate(**options, assistant=spec)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_first_calls_of_an_import() -> None:
     """Python looks ``generate`` up before the argument whose use imports the rest: with transformers imported after the
-    package, and where the package is imported again, or one of its modules is reloaded."""
-    script = """
-import importlib.util, sys, hf_selfspec
-for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
-    del sys.modules[name]
-import hf_selfspec
-assert not {"torch", "transformers"} & sys.modules.keys()
-importlib.util.find_spec("transformers.generation.utils")  # which imports nothing
-from helpers.models import ROW, tiny_llama
-model = tiny_llama(2)
-first = model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec())
-assert first.equal(model.generate(**ROW, max_new_tokens=4))
-rooms = {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
-assert not rooms & {"tools", "train"}
-for name in ("model.kernels.linear", "generate.seams", "generate.wrapper"):
-    importlib.reload(sys.modules["hf_selfspec." + name])
-    assert first.equal(model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()))
-for name in [name for name in sys.modules if name.partition(".")[0] == "hf_selfspec"]:
-    del sys.modules[name]
-import hf_selfspec
-assert first.equal(model.generate(**ROW, max_new_tokens=4, assistant=hf_selfspec.SelfSpec()))
-with hf_selfspec.attach(model, hf_selfspec.SelfSpec()) as spec:
-    model.generate(**ROW, max_new_tokens=4)
-assert spec.stats.tokens == 4
-assert not hasattr(model.generate.__wrapped__, "_hf_selfspec_wrapper")
-hf_selfspec.uninstall()
-assert model.generate.__module__ == "transformers.generation.utils"
-try:
-    model.generate(**ROW, assistant=spec)
-except ValueError:
-    print("uninstalled")
-"""
-    assert python("-c", script).stdout == "uninstalled\n"
+    package, and where the package is imported again, or one of its modules is reloaded. In a process of its own, which
+    has torch already."""
+    process = multiprocessing.get_context("fork").Process(target=first_calls)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 @pytest.mark.usefixtures("no_warnings_yet")

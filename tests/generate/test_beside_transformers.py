@@ -1,29 +1,19 @@
 """The README's two tables beside transformers' own options: what these refuse or cannot do, and that ours does it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from transformers.generation import TopKLogitsWarper
 
 from helpers.architectures import STATEFUL, build
 from helpers.models import ragged_batch, tiny_llama
-from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, p_value
-from helpers.sampling import llama as few_tokens
 from hf_selfspec import SelfSpec
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "early exit": {"assistant_early_exit": 2},
     "mtp": {"use_mtp": True},
-}
-# Of the README's table of old calls.
-OURS: dict[str, Callable[[], SelfSpec]] = {
-    "prompt lookup": SelfSpec.lookup,
-    "early exit": lambda: SelfSpec.layerskip(2),
-    "default": SelfSpec,
 }
 ROWS = ragged_batch((8, 12, 10))
 ROW = {name: values[1:2] for name, values in ROWS.items()}
@@ -61,12 +51,3 @@ def test_texts_of_earlier_calls() -> None:
         model.generate(**ROW, **GREEDY, assistant=spec)
         rounds.append(spec.stats.rounds)
     assert rounds[1] < rounds[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["prompt lookup", "early exit"])
-def test_transformers_own_drafts_are_drawn_exactly(option: str) -> None:
-    torch.manual_seed(0)
-    options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "top_k": 3} | OPTIONS[option]
-    drawn = torch.cat([few_tokens().generate(PROMPT, **options) for _ in range(1000)])
-    assert p_value(drawn, exact_joint(few_tokens(), [TopKLogitsWarper(3)])) > SIGNIFICANCE

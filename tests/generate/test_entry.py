@@ -35,13 +35,6 @@ def spec(request: pytest.FixtureRequest) -> SelfSpec:
     return SPECS[request.param]
 
 
-@pytest.mark.every_run("tree")
-def test_assistant_and_custom_generate(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    assert_serves(llama, spec)
-    plain = llama.generate(**BATCH, max_new_tokens=8)
-    assert torch.equal(llama.generate(**BATCH, max_new_tokens=8, custom_generate=spec), plain)
-
-
 def test_calls_without_assistant_are_passed_on_untouched(llama: LlamaForCausalLM) -> None:
     """The wrapper hands on the very same arguments and shows the signature of what it wraps."""
 
@@ -68,8 +61,6 @@ def test_install_and_uninstall(llama: LlamaForCausalLM) -> None:
     assert hf_selfspec.LayerDropout
     spec, installed = new_spec(), GenerationMixin.generate
     original, original_train = installed.__wrapped__, Trainer.train.__wrapped__
-    hf_selfspec.install()
-    assert GenerationMixin.generate is installed
     plain = llama.generate(**ROW, max_new_tokens=8)
 
     for _ in range(2):
@@ -78,11 +69,10 @@ def test_install_and_uninstall(llama: LlamaForCausalLM) -> None:
         assert Trainer.train is original_train
     with pytest.raises(ValueError, match="assistant"):
         llama.generate(**ROW, max_new_tokens=8, assistant=spec)
-    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, custom_generate=spec), plain)
-    attached = new_spec()
-    with hf_selfspec.attach(llama, attached):
+    with hf_selfspec.attach(llama, spec):
         assert torch.equal(llama.generate(**ROW, max_new_tokens=8), plain)
-        assert attached.stats is None
+        assert spec.stats is None
+    assert torch.equal(llama.generate(**ROW, max_new_tokens=8, custom_generate=spec), plain)
 
     for _ in range(2):
         hf_selfspec.install()
@@ -91,46 +81,36 @@ def test_install_and_uninstall(llama: LlamaForCausalLM) -> None:
     assert torch.equal(llama.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
 
 
-@pytest.fixture
-def theirs(reinstalled: None) -> Iterator[Callable[[bool], list[str]]]:
+def wrapped_by_others(with_trace: bool) -> list[str]:
     """Wraps ``generate`` as other libraries do, with or without a trace; returns the list of calls."""
-    hf_selfspec.uninstall()
-    plain = GenerationMixin.generate
-    hf_selfspec.install()
+    calls, below = list[str](), GenerationMixin.generate
 
-    def wrap(with_trace: bool) -> list[str]:
-        calls, below = list[str](), GenerationMixin.generate
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("theirs")
+        return below(self, *args, **kwargs)
 
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("theirs")
-            return below(self, *args, **kwargs)
-
-        GenerationMixin.generate = functools.wraps(below)(generate) if with_trace else generate
-        return calls
-
-    yield wrap
-    hf_selfspec.uninstall()
-    GenerationMixin.generate = plain
+    GenerationMixin.generate = functools.wraps(below)(generate) if with_trace else generate
+    return calls
 
 
-def assert_served_once(model: PreTrainedModel, calls: list[str], expected: int = 2) -> None:
-    """With as many calls of what lies around, of plain ``generate`` and with a ``SelfSpec``."""
-    calls.clear()
+def assert_served_once(model: PreTrainedModel, *wrappers: list[str]) -> None:
+    """Each wrapper of others sees the call of plain ``generate`` and the one with a ``SelfSpec``."""
     spec = new_spec()
+    for calls in wrappers:
+        calls.clear()
     plain = model.generate(**ROW, max_new_tokens=8)
     assert torch.equal(model.generate(**ROW, max_new_tokens=8, assistant=spec), plain)
     assert spec.stats.drafted
     assert served(spec) == 1
-    assert calls == ["theirs"] * expected
+    assert all(calls == ["theirs"] * 2 for calls in wrappers)
 
 
 @pytest.mark.every_run("True")
+@pytest.mark.usefixtures("reinstalled")
 @pytest.mark.parametrize("with_trace", [False, True])
-def test_wrappers_of_others_above_and_below(
-    llama: LlamaForCausalLM, theirs: Callable[[bool], list[str]], with_trace: bool
-) -> None:
+def test_wrappers_of_others_above_and_below(llama: LlamaForCausalLM, with_trace: bool) -> None:
     ours = GenerationMixin.generate
-    calls = theirs(with_trace)
+    calls = wrapped_by_others(with_trace)
     above = GenerationMixin.generate
     for _ in range(2):
         assert_served_once(llama, calls)
@@ -139,19 +119,20 @@ def test_wrappers_of_others_above_and_below(
         with pytest.raises(ValueError, match="assistant"):
             llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())
         hf_selfspec.install()
-    second = theirs(with_trace)
+    second = wrapped_by_others(with_trace)
     hf_selfspec.install()
-    assert_served_once(llama, calls)
-    assert second == ["theirs"] * 2
+    assert_served_once(llama, calls, second)
     GenerationMixin.generate = ours  # they remove theirs
-    assert_served_once(llama, [], expected=0)
+    assert_served_once(llama)
     hf_selfspec.uninstall()
-    calls = theirs(with_trace)
+    plain = GenerationMixin.generate
+    calls = wrapped_by_others(with_trace)
     below = GenerationMixin.generate
     hf_selfspec.install()
     assert_served_once(llama, calls)
     hf_selfspec.uninstall()
     assert GenerationMixin.generate is below
+    GenerationMixin.generate = plain
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_selfspec
-from helpers.calls import PAST, Counting
+from helpers.calls import Counting
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
@@ -26,7 +26,7 @@ from helpers.sampling import check_exact, exact_joint, llama, sample
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.drafts import scoring
 from hf_selfspec.drafts.scoring import is_stateless
-from hf_selfspec.errors import SettingTypeError, UnsupportedModelError
+from hf_selfspec.errors import SettingTypeError
 
 MODEL = tiny_llama(4, factor=0.5)
 
@@ -96,21 +96,14 @@ def test_a_prefix_function_is_called_for_each_emitted_token_alone() -> None:
     assert found[0] == found[1]
 
 
-class Declared(Counting):
-    is_stateless = True
-
-
-def test_a_declared_processor_is_called_for_drafts() -> None:
-    _, processor = texts(SPECS["exit"](), ROW, Declared)
-    assert len(processor.seen) > 20
-
-
-class Registered(lp.TemperatureLogitsWarper):
-    pass
+Declared = type("Declared", (Counting,), {"is_stateless": True})
+Registered = type("Registered", (lp.TemperatureLogitsWarper,), {})
 
 
 def test_what_is_stateless() -> None:
-    """What is known or declared, of all that generate makes for a decoder-only model; no class that is new to us."""
+    """What is known or declared, of all that generate makes for a decoder-only model; no class that is new to us. It is
+    called for drafts."""
+    assert len(texts(SPECS["exit"](), ROW, Declared)[1].seen) > 20
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         return [row]
@@ -188,18 +181,10 @@ class Between:
     def end(self) -> None:
         self.seen.append("end")
 
-    def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.put(input_ids)
-        return scores
-
-    def judge(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.put(input_ids)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
 
 WHERE: dict[str, Callable[[Between], Any]] = {
-    "logits_processor": lambda watching: [watching.process],
-    "stopping_criteria": lambda watching: [watching.judge],
+    "logits_processor": lambda watching: [lambda ids, scores: watching.put(ids) or scores],
+    "stopping_criteria": lambda watching: [lambda ids, scores, **_: watching.put(ids) or torch.zeros(len(ids)).bool()],
     "streamer": lambda watching: watching,  # its tokens are copies, so that it writes none
 }
 
@@ -226,19 +211,6 @@ def test_what_changes_between_two_tokens(where: str, change: str) -> None:
             found.append((ids.tolist(), watching.seen))
         assert found[0] == found[1]
         assert assistant.stats.accepted > 0
-
-
-def test_a_hook_that_is_added_and_reads_the_cache() -> None:
-    """Its keys are not those of plain ``generate``."""
-    model = tiny_llama(4, factor=0.5)
-
-    def add(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        attention = model.model.layers[0].self_attn
-        attention.register_forward_hook(lambda _, args, kwargs, output: kwargs[PAST].layers[0].keys, with_kwargs=True)
-        return scores
-
-    with pytest.raises(UnsupportedModelError, match="reads the keys in the cache"):
-        model.generate(**ROW, max_new_tokens=8, logits_processor=[add], assistant=SPECS["exit"]())
 
 
 class SoftLimit(MaxLengthCriteria):
