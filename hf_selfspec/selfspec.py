@@ -60,8 +60,8 @@ class SelfSpec(Settings):
         task: name of what the model is used for; use another name for another kind of text.
         graphs: ``False`` for none. Otherwise, on CUDA, the kernels of a forward over a few tokens are captured when its
             shape comes for the third time, which takes about as long as ten forwards, and one launch runs them. Its
-            first three results are compared with those of the model's own code; where more than rounding differs, it goes. Up
-            to four calls of a model at a time have graphs; elsewhere this changes nothing.
+            first three results are compared with those of the model's own code; one that differs by more than rounding
+            goes. Up to four calls of a model at a time have graphs; elsewhere this changes nothing.
         exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
             ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
             whether this machine's kernels allow that; an error gives the reason, and names the part of the model.
