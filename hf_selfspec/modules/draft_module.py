@@ -55,7 +55,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained)
+        if "kind" in vars(cls):  # otherwise a variant would load what the class before it has saved
+            register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained)
 
     def __init__(self, about: About = None) -> None:
         super().__init__()

@@ -193,6 +193,16 @@ def test_copies_on_other_devices_and_of_other_types_follow_the_weights() -> None
     assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {1.0}
 
 
+def test_a_variant_without_a_kind_of_its_own_loads_nothing_else(tmp_path: Path) -> None:
+    PARTS[Adapter][0]().save_pretrained(tmp_path)
+
+    class Variant(Adapter):
+        def __init__(self) -> None:
+            super().__init__(2, 64, 4)
+
+    assert type(DraftModule.load(tmp_path)) is Adapter
+
+
 def test_a_cascade_of_parts_that_differ_in_weights() -> None:
     source, other = (EarlyExitAdapter(Adapter(2, 64, 4)) for _ in range(2))
     assert len(Cascade([Lookup(), source, other]).sources) == 3
