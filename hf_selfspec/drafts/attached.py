@@ -59,7 +59,7 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
 
 def source_of(head: DraftModule) -> DraftSource:
     """What drafts with a head that is attached to a model."""
-    source_class: Any = class_named(head.source, "draft")
+    source_class: Any = class_named(head.source)
     if source_class is None:
         raise SettingError(
             f"load_head: a {head.kind} drafts by itself for no model. Give the folder or the Hub repository of a "

@@ -16,7 +16,7 @@ from .free.lookup import Lookup
 from .source import Drafter, DraftSource, FindChoice, Session
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class Cascade(DraftSource):
     """Drafts each round with the source that is expected to yield the most tokens per second.

@@ -24,9 +24,7 @@ def controller_of(session: Session) -> Controller:
     """The controller of a generation."""
     target, device = session.target, session.target.model.device.type
     name = f"{device} {target.model.dtype}{'' if target.graphs is None else ' captured'}"
-    return Controller(
-        session.knowledge.in_process("rounds", Measurements), name, device == "cpu", session.is_tensor_parallel
-    )
+    return Controller(session.knowledge.of("rounds", Measurements), name, device == "cpu", session.is_tensor_parallel)
 
 
 def drafter_of(source: DraftSource, session: Session) -> Drafter:

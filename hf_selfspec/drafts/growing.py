@@ -11,7 +11,7 @@ from ..model.transfer import read
 from ..validation import MOST_CANDIDATES, check_count, check_share
 
 
-@register("tree")
+@register
 @dataclass(frozen=True)
 class TopKTree:
     """Top-k siblings at each depth; only the first token is extended (SWIFT §4.2).

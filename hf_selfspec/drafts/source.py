@@ -156,7 +156,7 @@ class Session:
     @property
     def memory(self) -> Memory:
         """What the stop rule keeps from call to call."""
-        return self.knowledge.in_process(f"stop rule {self.name}".rstrip(), lambda _: Memory())
+        return self.knowledge.of(f"stop rule {self.name}".rstrip(), lambda _: Memory())
 
     def with_usual_stop(self, usual_stop: StopRule) -> Session:
         """The session with ``usual_stop`` where no stop rule was given."""

@@ -140,7 +140,7 @@ class RunningBound(RunningRule):
         return values < torch.tensor(self.thresholds, device=values.device)
 
 
-@register("stop")
+@register
 @dataclass(frozen=True)
 class FixedLength(BoundedRule):
     """Always drafts ``num_tokens`` tokens (LayerSkip §4.3).
@@ -166,7 +166,7 @@ class FixedLength(BoundedRule):
         return logits.amax(-1)  # any number will do, since none ends a draft; the maximum is cheap
 
 
-@register("stop", "rule")
+@register
 @dataclass(frozen=True)
 class ConfidenceThreshold(BoundedRule):
     """Stops after a token whose confidence is below ``threshold`` (SWIFT 0.8, Kangaroo 0.6).
@@ -184,7 +184,7 @@ class ConfidenceThreshold(BoundedRule):
     confidence: Confidence | None = None
 
 
-@register("stop", "rule")
+@register
 @dataclass(frozen=True)
 class ProductThreshold(BoundedRule):
     """Stops after the token at which the product of the draft's confidences falls below ``threshold``.
@@ -207,7 +207,7 @@ class ProductThreshold(BoundedRule):
         return sure if before is None else before * sure
 
 
-@register("stop")
+@register
 @dataclass(frozen=True)
 class AdaptiveThreshold:
     """Raises a rule's threshold while the acceptance rate is below a target, and lowers it while it is above.

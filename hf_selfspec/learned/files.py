@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 from safetensors import SafetensorError
 
@@ -25,23 +24,14 @@ def is_name(text: str) -> bool:
 
 def path_of(path: StrPath) -> Path:
     """Returns a path that the user gave, with a home folder in place of ``~``."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise SettingError(f"{os.fspath(path)}: {error} Give the whole path.") from error
+    return Path(os.path.expanduser(path))
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a name next to ``path``; the file written there replaces ``path``, unless an error was raised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{uuid4().hex[:8]}.tmp")
-    try:
-        yield beside
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    """Yields where to write a file, which then replaces ``path``, unless an error was raised."""
+    with folder_written_whole(path.parent) as inside:
+        yield inside / path.name
 
 
 @contextmanager
@@ -52,23 +42,11 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(".tmp", ".", folder, ignore_cleanup_errors=True) as name:
         inside = Path(name)
         yield inside
-        for file in inside.rglob("*"):
-            if file.is_file():
-                _sync(file)
+        for file in filter(Path.is_file, inside.rglob("*")):
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())  # so that a power failure leaves no empty one in the place of another
         for file in sorted(inside.iterdir(), key=lambda file: (file.suffix != ".safetensors", file.name)):
             os.replace(file, folder / file.name)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, whole or not at all."""
-    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
-        json.dump(content, file)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file is on the disk, so that a power failure leaves no empty one in its place."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 @contextmanager

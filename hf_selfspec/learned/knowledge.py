@@ -7,7 +7,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
@@ -30,14 +30,11 @@ from .saving import Saved, States
 # process and where texts are to be forgotten; calls do not wait.
 _PAUSE, PATIENCE = 10.0, 10.0
 # The kind of findings that all kinds of calls share: those of texts, which users may have forgotten.
-_ALL = "all"
+ALL = "all"
 
 
 class Findings:
     """What a source has learned about one model for one kind of call; a source overrides what it needs."""
-
-    def report(self, stats: GenerationStats) -> None:
-        """Adds what was learned to the statistics of a call."""
 
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
@@ -50,7 +47,6 @@ class Findings:
         """Drops users' texts, if there are any, and what follows from them."""
 
 
-_F = TypeVar("_F", bound=Findings)
 _T = TypeVar("_T")
 
 _with_files: weakref.WeakSet[Knowledge] = weakref.WeakSet()
@@ -67,13 +63,17 @@ def write_all() -> None:
 
 @dataclass
 class ModelRecord:
-    """What was learned about one model; names of findings are those of a kind of calls and of a source."""
+    """What was learned about one model, by the names of a kind of calls and of a source; the last one in use last."""
 
-    findings: dict[str, Any] = field(default_factory=dict)  # the most recently used ones last
-    in_process: dict[tuple[str, str], Any] = field(default_factory=dict)  # never on disk
+    learned: dict[str, Any] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     kept: Saved | None = None  # what its file held last, also for kinds of calls that were not made since
     written: float = -_PAUSE
+
+    @property
+    def findings(self) -> dict[str, Findings]:
+        """What is kept on disk; each process finds out the rest anew."""
+        return {name: found for name, found in self.learned.items() if isinstance(found, Findings)}
 
     def states(self) -> States:
         """What is known, as a file holds it."""
@@ -122,7 +122,7 @@ class Knowledge:
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda findings: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""
         with self.lock:
-            return next(filter(wanted, reversed(self.record(model).findings.values())), None)
+            return next(filter(wanted, reversed(list(self.record(model).findings.values()))), None)
 
     def choice(self, model: PreTrainedModel, choice_class: type = object) -> Any:
         """The fastest exit, or what a search has chosen, if it is of that class, for the last kind of call with one."""
@@ -160,28 +160,21 @@ class Knowledge:
         if kept is None or kept.path not in self.files or (patience is None and monotonic() - record.written < _PAUSE):
             return
         record.written = monotonic()
-        with only_warned(f"keeping findings in {kept.path}"):
-            try:
-                self._write(model, record, kept, patience or 0.0)
-            except TimeoutError:
-                if patience is not None:
-                    raise
-
-    def _write(self, model: PreTrainedModel, record: ModelRecord, kept: Saved, patience: float) -> None:
-        with self.lock:
-            if record.states() == kept.findings:
-                return
-        if Fingerprint.of_decoder(model) != record.fingerprint:  # it is being trained, and a file is for one model
-            return
-        with _locked(kept.path, patience):
-            present = _read(kept.path)
-            stamp = present.stamp if present is not None else kept.stamp if kept.path.exists() else ""
+        with only_warned(f"keeping findings in {kept.path}"), suppress(TimeoutError):
             with self.lock:
-                if kept.stamp not in ("", stamp):
-                    record.forget()  # as others did, who have removed the file
-                written = replace(kept, findings=record.states(), stamp=stamp or uuid4().hex)
-            saving.write(written)
-            record.kept = written
+                if record.states() == kept.findings:
+                    return
+            if Fingerprint.of_decoder(model) != record.fingerprint:  # it is being trained, and a file is for one model
+                return
+            with _locked(kept.path, patience or 0.0):
+                present = _read(kept.path)
+                stamp = "" if present is None else present.stamp
+                with self.lock:
+                    if kept.stamp not in ("", stamp):
+                        record.forget()  # as others did, who have removed the file
+                    written = replace(kept, findings=record.states(), stamp=stamp or uuid4().hex)
+                saving.write(written)
+                record.kept = written
 
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, and the files in which they are kept."""
@@ -192,7 +185,7 @@ class Knowledge:
             paths = sorted(self.files)
         for path in paths:  # afterwards, so that no write that has begun brings texts back
             with reported(path), _locked(path, PATIENCE):
-                for file in (path, *path.parent.glob(f".{path.name}-*.tmp")):  # of processes that were killed, too
+                for file in (path, *path.parent.glob(f"*.tmp/{path.name}")):  # of processes that were killed, too
                     file.unlink(missing_ok=True)
 
 
@@ -207,21 +200,16 @@ class KnowledgeOfCall:
     cache_dir: StrPath | None
     task: str
 
-    def of(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """Returns a source's findings for this kind of call; ``make`` begins them, given those of another kind."""
-        return self._used(self.call_kind, name, make)
+    def of(self, source: str, make: Callable[[Any], _T], call_kind: str | None = None) -> _T:
+        """Returns what a source has learned in this kind of call; ``make`` begins it, given that of another kind.
 
-    def of_all_kinds(self, name: str, make: Callable[[Any], _F]) -> _F:
-        """As :meth:`of`, for findings that all kinds of calls share; what they know of texts can be forgotten."""
-        return self._used(_ALL, name, make)
-
-    def in_process(self, name: str, make: Callable[[Any], _T]) -> _T:
-        """What each process finds out anew for this kind of call; ``make`` begins it, given that of another kind."""
+        Objects of a class that derives from :class:`Findings` are kept on disk. Calls of all kinds share those of
+        ``call_kind=ALL``, with what is known of texts and can be forgotten.
+        """
         with self.knowledge.lock:
-            kept = self.knowledge.record(self.model).in_process
-            if (key := (name, self.call_kind)) not in kept:
-                kept[key] = make(next((value for (other, _), value in kept.items() if other == name), None))
-            return cast(_T, kept[key])
+            learned, name = self.knowledge.record(self.model).learned, f"{call_kind or self.call_kind}: {source}"
+            learned[name] = learned.pop(name) if name in learned else self._begun(name, make)  # the last one in use
+            return cast(_T, learned[name])
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
@@ -230,10 +218,10 @@ class KnowledgeOfCall:
         """What was loaded from a file for this model, or what its file in ``cache_dir`` held."""
         with self.knowledge.lock:
             record = self.knowledge.record(self.model)
-            record.kept = record.kept or self._kept()
+            record.kept = record.kept or self._read_first()
             return record.kept
 
-    def _kept(self) -> Saved:
+    def _read_first(self) -> Saved:
         knowledge = self.knowledge
         if knowledge.saved is not None:
             knowledge.check(self.model)
@@ -250,30 +238,20 @@ class KnowledgeOfCall:
         present = _read(path)
         return begun if present is None else replace(begun, findings=present.findings, stamp=present.stamp)
 
-    def write(self) -> None:
-        """Called at the end of each call, see :meth:`Knowledge.write`."""
-        self.knowledge.write(self.model)
-
-    def _used(self, call_kind: str, source: str, make: Callable[[Any], _F]) -> _F:
-        with self.knowledge.lock:
-            used, name = self.knowledge.record(self.model).findings, f"{call_kind}: {source}"
-            findings = used.pop(name) if name in used else self._begun(name, source, make)
-            used[name] = findings  # the last one in use
-            return cast(_F, findings)
-
-    def _begun(self, name: str, source: str, make: Callable[[Any], _F]) -> _F:
-        """New findings, which begin with what a file holds, or those for another kind of call."""
-        kept, begun = self.kept(), self.knowledge.record(self.model).findings
-        findings = make(next((each for other, each in begun.items() if other.partition(": ")[2] == source), None))
+    def _begun(self, name: str, make: Callable[[Any], Any]) -> Any:
+        """What begins with what a file holds, or with that of another kind of call."""
+        kept, (_, _, source) = self.kept(), name.partition(": ")
+        learned = self.knowledge.record(self.model).learned
+        begun = make(next((each for other, each in learned.items() if other.partition(": ")[2] == source), None))
         if name in kept.findings:
             try:
                 with saving.reading(kept.path):
-                    findings.restore(kept.findings[name])
+                    begun.restore(kept.findings[name])
             except SettingError as error:
                 if self.knowledge.saved is not None:
                     raise
                 _begins_anew(error)
-        return findings
+        return begun
 
 
 def _read(path: Path) -> Saved | None:
@@ -293,14 +271,13 @@ def _begins_anew(error: SettingError) -> None:
 def _without_texts(saved: Saved | None) -> Saved | None:
     if saved is None:
         return None
-    states = {name: state for name, state in saved.findings.items() if not name.startswith(f"{_ALL}: ")}
+    states = {name: state for name, state in saved.findings.items() if not name.startswith(f"{ALL}: ")}
     return replace(saved, findings=states, stamp="")
 
 
 @contextmanager
 def _locked(path: Path, patience: float) -> Iterator[None]:
-    """Keeps others from writing a file; raises a ``TimeoutError`` while another process, or thread, does that for
-    longer than ``patience`` seconds."""
+    """Keeps others from writing a file; waits for them, after ``patience`` seconds with a ``TimeoutError``."""
     from filelock import FileLock  # imported here because calls without a cache folder do not need it
 
     path.parent.mkdir(parents=True, exist_ok=True)

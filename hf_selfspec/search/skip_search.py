@@ -23,7 +23,7 @@ _BLOCKS = ("attention", "mlp")
 _LAYER = "layer"
 
 
-@register("search")
+@register
 @dataclass(frozen=True)
 class OnTheFlySearch:
     """Random sets, now and then one by Bayesian optimisation, tried on the last generated tokens (SWIFT §4.1).
@@ -175,11 +175,11 @@ class SkipSearch(Findings):
         self._lock = new_lock()
         self._start_over()
 
-    def _start_over(self) -> None:
+    def _start_over(self, steps: int = 0) -> None:
         self._scores: dict[LayerPlan, float] = {}
-        self.steps = self._since_better = 0
+        self.steps, self._since_better = steps, 0
         self.is_over = False
-        self._rng = np.random.default_rng(self.settings.seed)
+        self._rng = np.random.default_rng(self.settings.seed + steps)  # a search that goes on tries other sets
         # Of the drafts since the search has ended; the usual share of accepted tokens is that of the first ones.
         self._drafted = self._accepted = 0
         self._usual: float | None = None
@@ -249,26 +249,15 @@ class SkipSearch(Findings):
 
     def state(self) -> dict[str, Any]:
         with self._lock:
-            tried = list(self.trials)[max(len(self.trials) - self.steps, 0) :]
-            tries = [[trial.plan.picture(), trial.matchness, trial.generated] for trial in tried]
-            counts = {"since_better": self._since_better, "generated": self.generated}
-            return {"phase": self.phase, **counts, "tries": tries, **self.choice.state()}
+            return {"phase": self.phase, "steps": self.steps, **self.choice.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned; raises for anything else."""
+        """Restores what :meth:`state` returned; raises for anything else. What was tried is not kept, but the best."""
         choice, is_over = SkipChoice.of_state(state), bool(_PHASES.index(state["phase"]))
-        tries = [Trial(LayerPlan.of_picture(plan), matchness, after) for plan, matchness, after in state["tries"]]
-        if any(plan.num_layers != self.space.num_layers for plan in (choice.plan, *(trial.plan for trial in tries))):
+        if choice.plan.num_layers != self.space.num_layers:
             raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
-        since_better, generated = state["since_better"], state["generated"]
-        for count in (since_better, generated, *(trial.generated for trial in tries)):
-            check_count("a count", count, least=0)
-        for trial in tries:
-            check_share("matchness", trial.matchness, zero=True, one=True)
+        check_count("steps", state["steps"], least=0)
         with self._lock:
-            self._start_over()
-            self.choice, self.is_over, self.generated = choice, is_over, generated
-            self.steps, self._since_better = len(tries), since_better
-            self._scores = {trial.plan: trial.matchness for trial in tries}
+            self._start_over(state["steps"])
+            self.choice, self.is_over = choice, is_over
             self.best_sets = deque([(0, choice.plan)], maxlen=_LOGGED)
-            self.trials.extend(tries)

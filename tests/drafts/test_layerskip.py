@@ -104,7 +104,7 @@ def test_two_exits_in_one_cascade_learn_apart(monkeypatch: pytest.MonkeyPatch) -
     spec = SelfSpec(Cascade([Lookup(0), EarlyExit(1), EarlyExit(5)]), AdaptiveThreshold())
     generated(model, prompt(), 60, assistant=spec)
     known = spec._knowledge_of(model)
-    memories = [known.in_process(f"stop rule EarlyExit(layer={layer})", lambda _: Memory()) for layer in (1, 5)]
+    memories = [known.of(f"stop rule EarlyExit(layer={layer})", lambda _: Memory()) for layer in (1, 5)]
     assert None not in [memory.value for memory in memories]
     assert memories[0].value != memories[1].value
 

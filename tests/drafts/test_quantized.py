@@ -87,9 +87,7 @@ def test_models_in_bfloat16() -> None:
     spec = SelfSpec.quantized()
     with unchanged(model):
         model.generate(**BATCH, max_new_tokens=16, do_sample=False, assistant=spec)
-    assert (
-        f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).in_process["rounds", "greedy, several rows"].arms
-    )
+    assert f"{spec.draft.sources[1]!r}" in spec._knowledge.record(model).learned["greedy, several rows: rounds"].arms
 
 
 @in_float32

@@ -150,7 +150,7 @@ import torch
 from hf_selfspec import Draft, Drafter, DraftSource, register
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class Echo(DraftSource):
     length: int = 3
@@ -172,7 +172,7 @@ class EchoDrafter(Drafter):
 
 def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts, alone and in a cascade, is saved by its name, and is exact, with nothing but public names."""
-    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
+    monkeypatch.setattr(saving, "_classes", dict(saving._classes))
     (tmp_path / "echo_source.py").write_text(ONE_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     echo = importlib.import_module("echo_source").Echo(2)
@@ -240,25 +240,21 @@ def test_drafts_that_do_not_fit_together(lengths: list[int], others: dict[str, A
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_places", {place: dict(kinds) for place, kinds in saving._places.items()})
+    monkeypatch.setattr(saving, "_classes", dict(saving._classes))
 
     @dataclass(frozen=True)
     class Lookup(DraftSource):
         """Another class of that name."""
 
     with pytest.raises(SettingError, match=r"Lookup cannot be registered: hf_selfspec.drafts.free.lookup.Lookup has t"):
-        hf_selfspec.register("draft")(Lookup)
-    assert hf_selfspec.register("stop")(Lookup) is Lookup
+        hf_selfspec.register(Lookup)
     # A module that is loaded again, as in a notebook.
     again = dataclass(frozen=True)(
         type("Recalled", (DraftSource,), {"__module__": Recalled.__module__, "__qualname__": "Recalled"})
     )
-    assert hf_selfspec.register("draft")(again) is again
+    assert hf_selfspec.register(again) is again
     with pytest.raises(SettingTypeError, match="register takes a dataclass"):
-        hf_selfspec.register("draft")(SelfSpec.lookup)
-    for places in (("drafts",), ("draft", "rules"), (), (Recalled,)):
-        with pytest.raises(SettingError, match=r"register\(\*places\) .* Write register\(\"draft\"\)"):
-            hf_selfspec.register(*places)
+        hf_selfspec.register(SelfSpec.lookup)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
     assert spec.stats is not None
     shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
     single, several = (
-        spec._knowledge_of(model, has_rows=has_rows).in_process("stop rule", lambda _: Memory()).value
+        spec._knowledge_of(model, has_rows=has_rows).of("stop rule", lambda _: Memory()).value
         for has_rows in (False, True)
     )
     # Everything is accepted: each draft that could have been longer lowers the threshold.

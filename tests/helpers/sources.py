@@ -28,7 +28,7 @@ class Table(Findings):
         self.logits = {int(token): [float(value) for value in values] for token, *values in state["logits"]}
 
 
-@hf_selfspec.register("draft")
+@hf_selfspec.register
 @dataclass(frozen=True)
 class Recalled(DraftSource):
     """Draws each token from what the model predicted after the token before it, the last time."""
@@ -96,7 +96,7 @@ class Recalling(Drafter):
         stats.plan = f"{len(self.table.logits)} tokens recalled"
 
 
-@hf_selfspec.register("stop")
+@hf_selfspec.register
 @dataclass(frozen=True)
 class Alternating:
     """Ends drafts after tokens whose id is a multiple of ``divisor``."""

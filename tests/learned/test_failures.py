@@ -62,7 +62,7 @@ AFTER: dict[str, tuple[Any, str, Exception]] = {
     "texts": (LookupFindings, "add_texts", OUT),
     "report": (ControlledDrafter, "report", BROKEN),
     "state": (SkipSearch, "state", BROKEN),
-    "file": (saving, "write_json", ValueError("out of range")),
+    "file": (saving, "written_whole", ValueError("out of range")),
     "statistics": (Knowledge, "add_call", BROKEN),
 }
 

@@ -61,10 +61,7 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
     for again in (loaded, pickle.loads(pickle.dumps(loaded))):
         assert begins_with(llama, again)[0] == spec.choice(llama)
         assert_lossless(llama, again)
-        search = again._knowledge.latest(llama)
-        assert len(found.trials) >= 3
-        assert list(search.trials)[: len(found.trials)] == list(found.trials)
-        assert search.generated > found.generated
+        assert again._knowledge.latest(llama).steps > found.steps >= 3
 
 
 def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -182,15 +179,12 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 NO_PLACE = "neither the whole path of a folder nor the name of a repository"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache_dir": "/elsewhere"}, "it sets cache_dir, which a file cannot set. It may set draft, "),
-    (
-        {"draft": {"class": "SkipLayers", "search": {"class": "OnTheFlySearch", "folder": "/"}}},
-        r"draft\.search\.folder",
-    ),
-    ({"draft": {"class": "FixedLength", "num_tokens": 3}}, "draft has the class 'FixedLength', which is not allowed"),
-    (
-        {"stop": {"class": "ConfidenceThreshold", "confidence": {"class": "FixedLength"}}},
-        "stop.confidence has the class",
-    ),
+    ({"draft": {"class": "SkipLayers", "search": {"class": "OnTheFlySearch", "folder": "a"}}}, "argument 'folder'"),
+    ({"draft": {"class": "FixedLength", "num_tokens": 3}}, r"SelfSpec\(draft\) must be EarlyExit"),
+    ({"draft": {"class": "SkipLayers", "search": {"class": "TopKTree"}}}, "SkipLayers"),
+    ({"draft": {"class": "Cascade", "sources": [{"class": "FixedLength", "num_tokens": 3}]}}, "Cascade"),
+    ({"stop": {"class": "ConfidenceThreshold", "confidence": {"class": "system"}}}, "stop.confidence has the class"),
+    ({"stop": {"class": "AdaptiveThreshold", "rule": {"class": "Lookup"}}}, "AdaptiveThreshold"),
     ({"max_draft": 10**6}, "max_draft. must be at most 1024, got 1000000"),
     ({"draft": []}, "draft"),
     *(
@@ -226,8 +220,6 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert EarlyExitAdapter("~/adapter").adapter == str(tmp_path / "home" / "adapter")
     check_folder("--out", "~/spec")
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"spec", "adapter"}
-    with pytest.raises(SettingError, match=r"~nobody-of-this-name/spec: .*home directory. Give the whole path"):
-        spec.save_pretrained("~nobody-of-this-name/spec")
 
 
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:

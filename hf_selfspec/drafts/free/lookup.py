@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ...learned.knowledge import ALL
 from ...learned.saving import register
 from ...validation import check_count
 from ..controlled import ControlledDrafter, controller_of
@@ -14,7 +15,7 @@ from .kept_texts import STORED, LookupFindings
 _MOST_STORED = 2**20
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class Lookup(DraftSource):
     """Drafts without running any part of the model.
@@ -44,9 +45,7 @@ class Lookup(DraftSource):
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
     def free_drafts(self, session: Session) -> FreeDrafts:
-        findings = session.knowledge.of_all_kinds(
-            "lookup", lambda _: LookupFindings(self.stored_tokens, session.vocabulary)
-        )
+        findings = session.knowledge.of("lookup", lambda _: LookupFindings(self.stored_tokens, session.vocabulary), ALL)
         return FreeDrafts(findings, session, controller_of(session), self.max_nodes)
 
     def start(self, session: Session) -> Drafter:

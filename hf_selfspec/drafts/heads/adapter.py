@@ -20,7 +20,7 @@ from ..states import StatesDraft
 from ..stop import ConfidenceThreshold
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class EarlyExitAdapter(FittedExit[Adapter]):
     """Drafts with layers ``0 .. E-1``, an adapter that was fitted to them, and the model's own head.

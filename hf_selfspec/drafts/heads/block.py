@@ -23,7 +23,7 @@ from ..states import StatesDraft
 from ..stop import FixedLength, ProductThreshold, StopRule
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class Block(FittedSource[BlockHead]):
     """Drafts with a block head that others publish: DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147).

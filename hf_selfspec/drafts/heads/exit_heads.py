@@ -25,7 +25,7 @@ from ..source import Drafter, Session
 from ..stop import ConfidenceThreshold
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class DynamicExit(FittedExit[ExitHeads]):
     """Drafts each token at the first exit head that is sure enough; the draft ends where none is.

@@ -29,7 +29,7 @@ from ..states import StatesDraft, picked
 from ..stop import ProductThreshold
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class MTP(FittedSource[MtpHead]):
     """Drafts with MTP layers and the model's own output head: one layer a token, which has seen the last states.

@@ -86,7 +86,7 @@ class FittedExit(FittedSource[_M]):
         return LayerPlan.early_exit(anatomy.num_layers, layer)
 
 
-@register("draft")
+@register
 @dataclass(frozen=True, repr=False)
 class EarlyExit(FittedSource[ReducedHead]):
     """Drafts with layers ``0 .. layer-1`` and the model's own final norm and LM head.
@@ -158,7 +158,7 @@ class EarlyExit(FittedSource[ReducedHead]):
         if session.name:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
             exits.plans[session.name] = plan
-            exits.arms = session.knowledge.in_process("rounds", Measurements).arms
+            exits.arms = session.knowledge.of("rounds", Measurements).arms
             # If all of its tokens were right: a deep exit is not tried where a shallow one brings more than that.
             length, share = draft.session.longest, plan.first_altered / plan.num_layers
             draft.expected_speedup = (length + 1) / (1 + length * share)

@@ -14,7 +14,7 @@ from ..stop import ProductThreshold
 from .partial import PlanDrafter
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class Quantized(DraftSource):
     """Drafts with the model's own layers and head, whose weights are multiplied in four bits while they draft.

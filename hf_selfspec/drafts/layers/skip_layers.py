@@ -30,7 +30,7 @@ _FIRST_TRIAL = 4
 _LEAST = 8
 
 
-@register("draft")
+@register
 @dataclass(frozen=True)
 class SkipLayers(DraftSource):
     """Drafts with some attention and MLP blocks left out.
