@@ -167,7 +167,7 @@ class DraftSource:
     """Settings of a way to draft. To write your own, derive a frozen dataclass from it.
 
     :meth:`start` returns the drafter of one generation. The decode loop, the controller of a cascade and saving use
-    only this interface. ``hf_selfspec.register("draft")`` lets a source be saved by its name.
+    only this interface. ``hf_selfspec.register`` lets a source be saved by its name.
 
     Attributes:
         takes_forwards: whether all drafts take forwards of the model, or of parts of it.
