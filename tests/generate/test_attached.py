@@ -8,14 +8,12 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -106,63 +104,45 @@ def test_it_belongs_to_the_object(spec: SelfSpec) -> None:
     assert alive() is None
 
 
-WRAPPERS: list[Callable[[Any], Any]] = [
-    lambda model: peft.get_peft_model(model, LORA).eval(),
-    lambda model: (accelerator := Accelerator(cpu=True)).unwrap_model(accelerator.prepare(model)),
-    partial(torch.compile, backend="eager"),
-]
-LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=["PEFT", "accelerate", "compiled"])
-def test_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec, wrap: Callable[[Any], Any]) -> None:
+def test_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """Before and after they are there."""
     attach(fresh_llama, spec)
-    wrapped = wrap(fresh_llama)
+    assert_used(torch.compile(fresh_llama, backend="eager"), spec)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(fresh_llama, config).eval()
     assert_used(wrapped, spec)
-    if isinstance(wrapped, peft.PeftModel):
-        detach(wrapped)
-        assert_not_used(fresh_llama, spec)
-        attach(wrapped, spec)
-        assert_used(fresh_llama, spec)
-        assert_used(wrapped, spec)
-        assert_used(wrapped.merge_and_unload(), spec)
+    detach(wrapped)
+    assert_not_used(fresh_llama, spec)
+    attach(wrapped, spec)
+    assert_used(fresh_llama, spec)
+    assert_used(wrapped, spec)
+    assert_used(wrapped.merge_and_unload(), spec)
 
 
 def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    attach(fresh_llama, spec)
-    other = new_spec()
-    fresh_llama.generate(**ROW, max_new_tokens=8, assistant=other)
-    fresh_llama.generate(**ROW, max_new_tokens=8, custom_generate=other)
-    assert (calls(other), calls(spec)) == (2, 0)
+    """Also inside: a model that exits early drafts with calls of its own generate."""
 
     def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> str:
         return "own loop"
 
-    config = GenerationConfig(max_new_tokens=8)
-    by_position = (ROW["input_ids"], config, None, None, None, None, None, None, None, None, own_loop)
+    config, small = GenerationConfig(max_new_tokens=8), tiny_llama(layers=2)
+    for model in (fresh_llama, small):
+        attach(model, spec)
     assert fresh_llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
-    assert fresh_llama.generate(*by_position) == "own loop"
-    # Also inside: a model that exits early drafts with calls of its own generate.
-    small = tiny_llama(layers=2)
-    attach(small, spec)
+    assert fresh_llama.generate(ROW["input_ids"], config, *[None] * 8, own_loop) == "own loop"
     plain = fresh_llama.generate(**ROW, max_new_tokens=8, **PLAIN)
     for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}, {"assistant_model": small}):
         assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, **option), plain)
-    config = GenerationConfig(prompt_lookup_num_tokens=3)
-    assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, generation_config=config), plain)
     assert calls(spec) == 0
 
 
 def masked(row: int) -> dict[str, torch.Tensor]:
     """A prompt of nothing but padding."""
-    mask = BATCH["attention_mask"].clone()
-    mask[row] = 0
-    return {"input_ids": BATCH["input_ids"], "attention_mask": mask}
+    is_other = torch.arange(len(BATCH["input_ids"]))[:, None] != row
+    return BATCH | {"attention_mask": BATCH["attention_mask"] * is_other}
 
 
-def own_positions() -> dict[str, torch.Tensor]:
-    return {**ROW, "position_ids": torch.arange(12)[None] + 3}
+OWN_POSITIONS = {**ROW, "position_ids": torch.arange(12)[None] + 3}
 
 
 def eager() -> PreTrainedModel:
@@ -207,23 +187,21 @@ def test_what_cannot_be_served(make: Callable[[], Any], given: dict[str, Any], w
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: SelfSpec, sampled: bool) -> None:
     """Transformers' loop goes on with what is prepared: same random numbers, and the streamer gets the prompt once."""
-    outputs, recorders = [], [Recorder(), Recorder()]
-
-    def generate(recorder: Recorder) -> None:
+    streamed = []
+    attach(fresh_llama, spec)
+    for options, told in ((PLAIN, nullcontext()), ({}, pytest.warns(UserWarning, match="position_ids"))):
         torch.manual_seed(3)
-        outputs.append(fresh_llama.generate(**own_positions(), do_sample=sampled, max_new_tokens=9, streamer=recorder))
-
-    generate(recorders[0])
-    with attach(fresh_llama, spec), pytest.warns(UserWarning, match="position_ids"):
-        generate(recorders[1])
-    assert torch.equal(outputs[0], outputs[1])
-    assert recorders[0].calls == recorders[1].calls
+        recorder = Recorder()
+        with told:
+            fresh_llama.generate(**OWN_POSITIONS, do_sample=sampled, max_new_tokens=9, streamer=recorder, **options)
+        streamed.append(recorder.calls)
+    assert streamed[0] == streamed[1]
 
 
 def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """Also where plain generate has served it, whether that was known before the prompt was prepared or after."""
     with attach(fresh_llama, spec):
-        for inputs, options in (({}, {"num_beams": 2}), (own_positions(), {})):
+        for inputs, options in (({}, {"num_beams": 2}), (OWN_POSITIONS, {})):
             fresh_llama.generate(**ROW, max_new_tokens=8)
             assert spec.stats is not None
             assert (spec.stats.left_to_generate, spec.stats.tokens) == ("", 8)
@@ -259,11 +237,11 @@ class Wrapping(PreTrainedModel):
 def test_a_language_model_inside(spec: SelfSpec) -> None:
     """Its ``generate`` is called by that of the model around it, to which a ``SelfSpec`` is attached, or its config."""
     model, inputs = Wrapping(), ROW
-    with attach(model, spec):
-        assert_used(model, spec, inputs)
-    attach(model, spec)
-    detach(model)
     plain = model.generate(**inputs, max_new_tokens=12)
+    attach(model, spec)
+    assert_used(model, spec, inputs)
+    detach(model)
+    assert_not_used(model, spec)
     model.generation_config.assistant = spec
     assert_used(model, spec, inputs)
     # As a pipeline does, which is no choice of the caller's: what cannot be served is left to plain generate.

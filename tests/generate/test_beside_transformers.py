@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.architectures import STATEFUL, build
-from helpers.models import ragged_batch, tiny_llama
+from helpers.models import ragged_batch
 from hf_selfspec import SelfSpec
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,14 +40,3 @@ def test_several_prompts(option: str, llama: LlamaForCausalLM) -> None:
         llama.generate(**ROWS, **GREEDY, **OPTIONS[option])
     expected = llama.generate(**ROWS, **GREEDY)
     assert torch.equal(llama.generate(**ROWS, **GREEDY, assistant=SelfSpec()), expected)
-
-
-@pytest.mark.machine("verification_is_free")
-def test_texts_of_earlier_calls() -> None:
-    """The second call needs fewer forwards; prompt lookup starts anew in each."""
-    model, spec = tiny_llama(factor=0.5), SelfSpec.lookup()
-    rounds = []
-    for _ in range(2):
-        model.generate(**ROW, **GREEDY, assistant=spec)
-        rounds.append(spec.stats.rounds)
-    assert rounds[1] < rounds[0]

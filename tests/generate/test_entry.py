@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel, Trainer
 
@@ -242,24 +242,17 @@ def test_compiled(spec: SelfSpec, compiled: str) -> None:
     assert torch.equal(model.generate(**ROW, max_new_tokens=2), plain.generate(**ROW, max_new_tokens=2))
 
 
-def offloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    return cpu_offload(model, execution_device=torch.device("cpu"))
-
-
-def dispatched(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def dispatched(folder: Path) -> PreTrainedModel:
     """Over the CPU and the disk."""
     places = {f"model.layers.{index}": "disk" if index % 2 else "cpu" for index in range(6)}
     places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    return dispatch_model(model, device_map=places, main_device="cpu", offload_dir=folder)
+    return dispatch_model(tiny_llama(factor=0.5), device_map=places, main_device="cpu", offload_dir=folder)
 
 
-@pytest.mark.every_run("exit-dispatched")
+@pytest.mark.every_run("exit")
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
-@pytest.mark.parametrize("place", [offloaded, dispatched])
-def test_accelerate(
-    llama: LlamaForCausalLM, spec: SelfSpec, place: Callable[[PreTrainedModel, Path], PreTrainedModel], tmp_path: Path
-) -> None:
-    model = place(tiny_llama(factor=0.5), tmp_path)
+def test_accelerate(llama: LlamaForCausalLM, spec: SelfSpec, tmp_path: Path) -> None:
+    model = dispatched(tmp_path)
     forwards = {name: vars(module)["forward"] for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
     assert any(parameter.device.type == "meta" for parameter in model.parameters())
     assert len(forwards) > 6

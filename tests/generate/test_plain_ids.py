@@ -12,6 +12,7 @@ import torch
 from transformers import (
     LogitsProcessor,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -21,7 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
-from helpers.calls import PAST, Recorder, random_skip_set
+from helpers.calls import PAST, Counting, Recorder, random_skip_set
 from helpers.fitted import adapter_of, heads_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.sources import Alternating, Recalled
@@ -110,20 +111,6 @@ class PrefixShift(LogitsProcessor):
         return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.4))
 
 
-class Counting(LogitsProcessor):
-    """Favours a token that follows from how long the text is, which it counts itself."""
-
-    def __init__(self) -> None:
-        self.count = self.width = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert not self.width or input_ids.shape[1] == self.width + 1, "not called once for each token"
-        self.width = input_ids.shape[1]
-        self.count += 1
-        favoured = torch.full((len(scores), 1), 2 + 7 * (self.count // 4) % (VOCABULARY - 2))
-        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.8))
-
-
 class RowEnds(StoppingCriteria):
     """Another last token for each row of the batch."""
 
@@ -164,7 +151,7 @@ OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "length penalty": lambda text: {"exponential_decay_length_penalty": (6, 1.2), "eos_token_id": 50},
     "prompt penalty": lambda text: {"encoder_repetition_penalty": 1.5},
     "no n-gram of the prompt": lambda text: {"encoder_no_repeat_ngram_size": 1},
-    "own processor": lambda text: {"logits_processor": [PrefixShift()]},
+    "own processor": lambda text: {"logits_processor": [PrefixShift(), RepetitionPenaltyLogitsProcessor(1.3, 9)]},
     "counting processor": lambda text: {"logits_processor": [Counting()]},
     "several processors": lambda text: {
         "logits_processor": [PrefixShift(), Counting()],

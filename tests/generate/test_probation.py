@@ -115,16 +115,14 @@ class WithoutDecoder(LlamaForCausalLM):
         raise NotImplementedError
 
 
-class MaxScaled(nn.Parameter):
-    """Rounds what is multiplied with it by the largest number of all tokens."""
+class Scaled(nn.Parameter):
+    """Scales what is multiplied with it by the number of tokens."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.nn.functional.linear:
-                scale = args[0].abs().amax() / 7
-                args = ((args[0] / scale).round() * scale, *args[1:])
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+            return output * args[0].shape[1] if func is torch.nn.functional.linear else output
 
 
 class Counting(nn.Embedding):
@@ -168,7 +166,7 @@ def with_another_method() -> Any:
 def with_weights_of_a_class() -> LlamaForCausalLM:
     model = LLAMA()
     for layer in model.model.layers:
-        layer.mlp.down_proj.weight = MaxScaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
+        layer.mlp.down_proj.weight = Scaled(layer.mlp.down_proj.weight.detach(), requires_grad=False)
     return model
 
 

@@ -1,9 +1,8 @@
 """Verification piece by piece: choosing a token, walking a draft, processors of all its nodes."""
 
-import inspect
 import math
 from collections.abc import Iterator
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as lp
 
 from hf_selfspec import NumericalError, TopKTree
 from hf_selfspec.batch import Draft, Text
@@ -72,7 +70,7 @@ HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("uniform", "p", "drafted", "q", "tokens"),
+    "case",
     [
         ([0.0, 0.0], [0.0, 0.0, 1.0], [0, 1], [0.5, 0.4, 0.1], [2]),
         # Fewer tokens have a probability than siblings were asked for: the rest of the list is padding.
@@ -83,14 +81,9 @@ HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
         ([1.0], HALVES, [2], [0.5, 0.5, 1e-9], BOTH),
     ],
 )
-def test_what_cannot_be_is_never_accepted(
-    uniform: list[float],
-    p: list[float],
-    drafted: list[int],
-    q: list[float],
-    tokens: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_is_never_accepted(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniform numbers, p, drafted tokens, q, and what may come instead."""
+    uniform, p, drafted, q, tokens = case
     fix_uniform(monkeypatch, *uniform)
     token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q))
     assert token in tokens
@@ -197,48 +190,12 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
     assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
 
 
-VOCABULARY = 10
-
-
 def text_of(*rows: list[int], width: int = 3) -> Text:
     """A batch whose rows go on after a prompt of ``width`` columns; rows may differ in length."""
     ids = torch.zeros(len(rows), max(map(len, rows)) + 8, dtype=torch.long)
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens)] = torch.tensor(tokens)
     return Text(ids, [len(tokens) for tokens in rows], [0] * len(rows), width)
-
-
-PENALTY = lp.RepetitionPenaltyLogitsProcessor
-HAS_LENGTHS = "Tensor" in str(inspect.signature(PENALTY.__init__))  # since transformers 5.24
-
-
-# Of prompts of three columns; the last is longer than the text, of which all is ignored.
-IGNORED = (None, 0, 3, 4, 9)
-
-
-@pytest.mark.parametrize("is_tree", [False, True], ids=["line", "tree"])
-@pytest.mark.parametrize("ignored", IGNORED if not HAS_LENGTHS else (*IGNORED, torch.tensor([0, 4, 2])))
-def test_a_repetition_penalty_of_all_nodes_is_that_of_each(ignored: Any, is_tree: bool) -> None:
-    """Bit for bit, between other processors; some ids have no logits."""
-    generator = torch.Generator().manual_seed(1)
-    last = [lp.TemperatureLogitsWarper(0.7), PENALTY(1.3, ignored), lp.TopKLogitsWarper(4), PENALTY(0.9)]
-    scorer = Scorer(LogitsProcessorList(last), 3, do_sample=True)
-    rows = [
-        torch.randint(VOCABULARY + 2 * HAS_LENGTHS, (length,), generator=generator).tolist() for length in (3, 6, 4)
-    ]
-    text, tokens = text_of(*rows), torch.randint(VOCABULARY, (3, 4), generator=generator)
-    parents = [[0, 1, 0, 3], [0, 0, 2, 2], [0, 1, 2, 1]]
-    for listed in (None, tokens.tolist()):
-        draft = Draft(tokens, [4] * 3, parents if is_tree else None, listed=listed)
-        logits = torch.randn(3, 5, VOCABULARY, generator=generator)
-        scores = scorer.of_nodes(text, draft, logits)
-        for row, node in product(range(3), range(5)):
-            path, at = list[int](), node
-            while at > 0:
-                path.insert(0, int(tokens[row, at - 1]))
-                at = parents[row][at - 1] if is_tree else at - 1
-            expected = scorer.row(row, torch.tensor([[*rows[row], *path]]), logits[row, node])
-            assert torch.equal(scores[row, node], expected), (row, node)
 
 
 def test_a_processor_that_writes_into_its_scores_leaves_the_logits_alone() -> None:
