@@ -20,8 +20,7 @@ from ..model.kernels.experts import decoding_experts
 from ..model.layout import TreeLayout
 from ..model.logits import Logits, Tops
 from ..model.module_tools import is_tensor_parallel, switches_of
-from ..model.prefill import prefill
-from ..model.target import Target
+from ..model.target import Target, prefill
 from ..model.transfer import is_out_of_memory, moment, seconds_between
 from .output import Output
 from .walk import verify, verify_in_step

@@ -13,9 +13,8 @@ from ..model.attention.interface import served_attention
 from ..model.attention.invariance import differing_part
 from ..model.inputs import Inputs
 from ..model.internals import attention_implementation
-from ..model.module_tools import is_tensor_parallel
+from ..model.module_tools import ModelView, is_tensor_parallel
 from ..model.prompt import check_cache, given_cache
-from ..model.view import ModelView
 from ..validation import check_count
 
 # Options of the generation config, the values that leave them off, and what to do instead.

@@ -31,6 +31,7 @@ from ..model.internals import (
 )
 from ..model.module_tools import (
     ROW_BLIND,
+    ModelView,
     forward_of_others,
     forward_parameters,
     global_hooks,
@@ -40,7 +41,6 @@ from ..model.module_tools import (
     once_for_each,
 )
 from ..model.prompt import CACHE_NAMES
-from ..model.view import ModelView
 
 # The classes of transformers that the tests cover, without the ends of their names.
 _SEEN = """

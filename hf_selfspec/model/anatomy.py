@@ -18,8 +18,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, unsupported
 from .cache.recurrent_states import RECURRENCES, Kernels
 from .internals import is_stateful
-from .module_tools import forward_parameters
-from .view import ModelView
+from .module_tools import ModelView, forward_parameters
 
 _ATTENTION_NAMES: Sequence[tuple[str, ...]] = (
     ("self_attn",), ("attn",), ("attention",), ("self_attention",), ("linear_attn",), ("mamba",), ("conv",), ("mixer",),

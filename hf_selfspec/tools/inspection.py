@@ -11,7 +11,7 @@ from ..generate.unseen import Unseen, why_plain
 from ..model.anatomy import Anatomy
 from ..model.graphs.graph_runner import why_no_graphs
 from ..model.kernels.packing import has_widths, why_not
-from ..model.view import ModelView
+from ..model.module_tools import ModelView
 from ..search.skip_search import SkipSpace
 from .figures import as_text
 

@@ -41,7 +41,7 @@ from hf_selfspec.generate.unseen import SEEN, Unseen
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import speculative_attention
 from hf_selfspec.model.forward_pass import partial_forwards
-from hf_selfspec.model.view import ModelView
+from hf_selfspec.model.module_tools import ModelView
 
 pytestmark = pytest.mark.attached
 

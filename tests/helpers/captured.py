@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.model.graphs.shapes import capturing
+from hf_selfspec.model.graphs.captures import capturing
 
 THREE = FixedLength(3)
 

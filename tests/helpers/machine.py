@@ -10,7 +10,7 @@ from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.generate import walk
-from hf_selfspec.model import prefill
+from hf_selfspec.model import target
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
@@ -65,8 +65,8 @@ class Machine:
 
     def masks_have_rows(self, rows: int) -> None:
         """The mask of a text that continues has so many rows at most."""
-        self._set(prefill, "_MASK", 1)
-        self._set(prefill, "_LEAST", rows)
+        self._set(target, "_MASK", 1)
+        self._set(target, "_LEAST", rows)
 
     def windows_of_graphs_move(self) -> None:
         """They have little room, so that short texts run out of it."""

@@ -37,9 +37,9 @@ from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.graphs import model_graphs
+from hf_selfspec.model.graphs.captures import BufferPool, step_above
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import POOLS, ModelGraphs, graphs_of
-from hf_selfspec.model.graphs.shapes import BufferPool, step_above
 
 pytestmark = [pytest.mark.machine("graphs_are_taken"), pytest.mark.usefixtures("no_warnings_yet")]
 

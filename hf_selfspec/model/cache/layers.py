@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...errors import unsupported
 from ..forks import cached_property
-from ..graphs.shapes import ChangingNumber
+from ..graphs.captures import ChangingNumber
 from ..transfer import RowNumbers
 from .recurrent_states import StateLayer
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from ..anatomy import Anatomy
-from ..graphs.shapes import BufferPool, step_above
+from ..graphs.captures import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, upload
 from .layers import LayerBuffers, RecurrentLayer, SpeculativeLayer

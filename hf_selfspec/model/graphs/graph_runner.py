@@ -30,9 +30,8 @@ from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
 from ..transfer import read
-from .captures import Run
+from .captures import SIZES, NoGraphError, Run, capturing, size_for
 from .model_graphs import COMPARISONS, POOLS, Graph, ModelGraphs, graphs_of
-from .shapes import SIZES, NoGraphError, capturing, size_for
 
 # The devices that have graphs, with the interface of ``torch.cuda``.
 DEVICES = {"cuda"}

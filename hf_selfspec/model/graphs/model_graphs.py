@@ -15,8 +15,7 @@ from ...errors import brief, warn_once
 from ..forks import new_lock
 from ..internals import attention_implementation
 from ..module_tools import forward_of_others
-from .captures import Captured, CapturePool, Run
-from .shapes import BufferPool, NoGraphError
+from .captures import BufferPool, Captured, CapturePool, NoGraphError, Run
 
 # A capture takes about as long as ten forwards, so it is worth it for forwards that recur: not for a set of blocks that
 # is only tried, nor for the last draft of a text, which is cut by its end.

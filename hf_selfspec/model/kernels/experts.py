@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from ..graphs.shapes import NoGraphError, capturing
+from ..graphs.captures import NoGraphError, capturing
 from ..internals import EXPERTS, experts_implementation
 from ..patching import InstanceForwards, PerThread, shared_change
 
