@@ -80,7 +80,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
     import torch
     from transformers import HfArgumentParser, TrainingArguments
 
-    from ..train.fit import usual_arguments
+    from ..train.fit import USUAL_ARGUMENTS
 
     class FitParser(_Parser, HfArgumentParser): ...
 
@@ -99,7 +99,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
                 command.add_argument(f"--{setting.name.replace('_', '-')}", help="see above", **how)
         if trained:
             is_on_cpu = torch.accelerator.current_accelerator() is None
-            command.set_defaults(output_dir="", use_cpu=is_on_cpu, **usual_arguments())
+            command.set_defaults(output_dir="", use_cpu=is_on_cpu, **USUAL_ARGUMENTS)
         command.set_defaults(run=fit, fit_class=fit_class)
 
 

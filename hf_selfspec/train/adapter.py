@@ -1,6 +1,5 @@
 """Fitting an adapter behind a shallow exit (Kangaroo §3.1)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from ..modules.adapter import Adapter
 from ..selfspec import SelfSpec
 from ..validation import check_exit
-from .exits import FrozenModel, Head, HiddenStates
+from .exits import FrozenModel, HiddenStates, Metric, agreement, cross_entropy
 from .fit import TrainedFit, as_function
 
 
@@ -61,9 +60,11 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
         return adapter
 
-    def drafted(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
-        hidden = module(states[f"states_{module.exit_layer}"])
-        return (frozen.own_head, hidden.to(states["final"].dtype)) if module.head is None else (module.head, hidden)
+    def loss(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+        return _per_token(cross_entropy, module, frozen, states).mean()
+
+    def metrics(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
+        return {"agreement_with_the_whole_model": _per_token(agreement, module, frozen, states)}
 
     def spec(self, module: Adapter) -> SelfSpec:
         return SelfSpec.kangaroo(module)
@@ -81,18 +82,23 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
             self.num_heads or usual,
             tuple(self.blocks),
             config.vocab_size if self.own_head else None,
-            **usual_settings(config),
+            **_settings_of(config),
         )
 
 
 fit_adapter = as_function(AdapterFit)
 
 
-def usual_settings(config: Any) -> dict[str, Any]:
+def _per_token(metric: Metric, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
+    """``[b s]`` the values of a metric, from the draft's logits and those of the whole model."""
+    hidden, final = module(states[f"states_{module.exit_layer}"]), states["final"]
+    if module.head is None:
+        return frozen.per_token(metric, frozen.own_head, hidden.to(final.dtype), final)
+    return frozen.per_token(metric, module.head, hidden, final)
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
     """An adapter's base of rotary positions and epsilon: the model's, so that the adapter can be a layer of it."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    limits = {"rope_theta": (theta, math.inf), "norm_eps": (getattr(config, "rms_norm_eps", None), 1)}
-    is_number = (int, float)
-    return {
-        name: float(value) for name, (value, end) in limits.items() if isinstance(value, is_number) and 0 < value < end
-    }
+    settings = {"rope_theta": theta, "norm_eps": getattr(config, "rms_norm_eps", None)}
+    return {name: float(value) for name, value in settings.items() if value}

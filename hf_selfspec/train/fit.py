@@ -28,7 +28,7 @@ from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about, not_finite
 from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count
-from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
+from .exits import FrozenModel, HiddenStates
 from .texts import Tokenizer, divided, one_text_each, packed
 
 P = ParamSpec("P")
@@ -38,18 +38,17 @@ M = TypeVar("M", bound=DraftModule)
 _ROWS, _TOKENS, _FEW = 4, 32, 8
 
 
-def usual_arguments() -> dict[str, Any]:
-    """One epoch of AdamW at 1e-3 with 8 rows a batch, without checkpoints."""
-    return {
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-3,
-        "num_train_epochs": 1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 20,
-        "logging_steps": 50,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+# Arguments of the Trainer where none are given.
+USUAL_ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "num_train_epochs": 1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "logging_steps": 50,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +125,12 @@ class TrainedFit(Fit[M]):
         """Returns the module with which the fit of this model begins."""
         return cast(M, self.made(frozen.model.config.get_text_config(decoder=True)))
 
-    def drafted(self, module: M, frozen: FrozenModel, states: HiddenStates) -> tuple[Head, torch.Tensor]:
-        """Returns the head of a draft and the states ``[b, s, d]`` that go into it; only for :meth:`loss` and
-        :meth:`metrics` as they are here."""
-        raise NotImplementedError
+    @abstractmethod
+    def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor: ...
 
-    def loss(self, module: M, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
-        return frozen.per_token(cross_entropy, *self.drafted(module, frozen, states), states["final"]).mean()
-
+    @abstractmethod
     def metrics(self, module: M, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
-        agreeing = frozen.per_token(agreement, *self.drafted(module, frozen, states), states["final"])
-        return {"agreement_with_the_whole_model": agreeing}
 
     @abstractmethod
     def spec(self, module: M) -> SelfSpec | None:
@@ -206,7 +199,7 @@ class TrainedFit(Fit[M]):
         """The user's arguments, or the usual ones."""
         args = copy.copy(self.args)
         if args is None:
-            args = TrainingArguments(folder, use_cpu=device.type == "cpu", **usual_arguments())
+            args = TrainingArguments(folder, use_cpu=device.type == "cpu", **USUAL_ARGUMENTS)
         if args.n_gpu > 1:
             use_one_device(args)  # torchrun serves several
         return args

@@ -11,7 +11,7 @@ from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.modules.heads import METRICS
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.mtp import MtpHead
-from hf_selfspec.train.fit import usual_arguments
+from hf_selfspec.train.fit import USUAL_ARGUMENTS
 
 EXIT = 2
 
@@ -29,7 +29,7 @@ def ids_of(text: list[dict[str, list[int]]]) -> torch.Tensor:
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     of_tests = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 5, "warmup_steps": 0}
-    return TrainingArguments(str(folder), **usual_arguments() | of_tests | changed)
+    return TrainingArguments(str(folder), **USUAL_ARGUMENTS | of_tests | changed)
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -96,6 +96,9 @@ CASES: list[tuple[Callable[[], Any], Any, Any, type[Exception], list[str]]] = [
     (lambda: get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
      lambda: EarlyExitLoss(), {}, UnsupportedModelError, ["[4, 12]", "[4, 10]", "virtual tokens"]),
     (lambda: changed(tiny(), False, loss_function=boom), EarlyExitLoss, {}, UnsupportedModelError, ["function boom"]),
+    *((lambda name=name: build(name), EarlyExitLoss, {}, UnsupportedModelError, ["fixes the batch after its last"])
+      for name in ("gpt_bigcode", "inkling2_text")),
+    (lambda: build("gemma3n_text"), LayerDropout, {}, UnsupportedModelError, ["read keys and values of earlier ones"]),
     (lambda: changed(build("mixtral"), output_router_logits=True), LayerDropout, {}, UnsupportedOptionError,
      ["output_router_logits=True"]),
     (lambda: changed(tiny(), _attn_implementation="flex_attention"), LayerDropout, {}, UnsupportedOptionError,
@@ -118,7 +121,7 @@ def test_refused_trainings(
 ) -> None:
     """By name, before any weight changes; the other callback is taken away again as well."""
     model = create()
-    # Rates too small to drop any row.
+    # Those of the other callback are too small to drop any row.
     callbacks = [LayerDropout(1e-9), callback()] if create is tiny else [callback()]
     run = trainer(model, callbacks, tmp_path, **({} if callable(wrong) else wrong))
     if callable(wrong):

@@ -70,10 +70,10 @@ def targets(batch: Row) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def stays(step: int, rows_in_step: int, p_max: float) -> np.ndarray:
-    """``[b, L]`` which rows run through which of 4 layers: drawn from the seed and the step, row by row."""
-    rates = p_max * np.array([0.0, 2 ** (1 / 3) - 1, 2 ** (2 / 3) - 1, 1.0])
-    return np.random.default_rng([SEED, step]).random((rows_in_step, 4)) >= rates
+def stays(step: int, rows_in_step: int, p_max: float, layers: int = 4, seed: int = SEED) -> np.ndarray:
+    """``[b, L]`` which rows run through which layers: drawn from the seed and the step, row by row."""
+    rates = p_max * (2 ** (np.arange(layers) / (layers - 1)) - 1)
+    return np.random.default_rng([seed, step]).random((rows_in_step, layers)) >= rates
 
 
 class ByHand:
