@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -124,19 +124,11 @@ def _blocks(anatomy: Anatomy, layer: int) -> tuple[str, ...]:
 
 # SWIFT's phases (Figure 4): while sets are tried, and once the best one is final.
 _PHASES = ("optimization", "acceleration")
-# How many trials are kept for plots.
+# Of how many trials the matchness is kept.
 _LOGGED = 1024
 # Text has become hard if, of so many drafted tokens, less than this share of the usual number is accepted. The share
 # has a standard error of at most 0.031: if half of the tokens are usually accepted, that is more than five of them.
 _WATCHED, _FAR_BELOW = 256, 0.65
-
-
-class Trial(NamedTuple):
-    """The matchness of one set on one window, after ``generated`` tokens in all calls of this kind."""
-
-    plan: LayerPlan
-    matchness: float
-    generated: int
 
 
 @dataclass(frozen=True)
@@ -167,9 +159,8 @@ class SkipSearch(Findings):
     def __init__(self, settings: OnTheFlySearch, space: SkipSpace, ratio: float, start: LayerPlan) -> None:
         self.settings, self.space, self._ratio = settings, space, ratio
         self.choice = SkipChoice(start, 0.0)
-        self.trials: deque[Trial] = deque(maxlen=_LOGGED)
+        self._history: deque[float] = deque(maxlen=_LOGGED)
         self.best_sets: deque[tuple[int, LayerPlan]] = deque([(0, start)], maxlen=_LOGGED)  # and from which step on
-        self.generated = 0  # tokens of these calls
         self.search_seconds = 0.0  # of trials in these calls
         self.trial_seconds = 0.0  # of the last trial's forward
         self._lock = new_lock()
@@ -191,7 +182,7 @@ class SkipSearch(Findings):
     @property
     def history(self) -> list[float]:
         with self._lock:
-            return [trial.matchness for trial in self.trials]
+            return list(self._history)
 
     @property
     def phase(self) -> str:
@@ -221,21 +212,20 @@ class SkipSearch(Findings):
         """Records a trial: the share of the text's tokens that ``plan`` predicts."""
         settings = self.settings
         with self._lock:
-            self.trials.append(Trial(plan, matchness, self.generated))
+            self._history.append(matchness)
             self._scores[plan] = matchness
             before, best = self.best, max(self._scores, key=lambda each: self._scores[each])
             self.choice = SkipChoice(best, self._scores[best])
             if best != before:
-                self.best_sets.append((len(self.trials), best))
+                self.best_sets.append((len(self._history), best))
             self.steps += 1
             self._since_better = 0 if best != before else self._since_better + 1
             is_old = self.steps >= settings.max_steps or self._since_better >= settings.patience
             self.is_over = is_old or self.choice.matchness > settings.target_matchness
 
-    def watch(self, plan: LayerPlan, drafted: int, accepted: int, tokens: int) -> None:
+    def watch(self, plan: LayerPlan, drafted: int, accepted: int) -> None:
         """Records a round of ``plan``; a search that is over begins again where much less is accepted than at first."""
         with self._lock:
-            self.generated += tokens
             if not self.is_over or plan != self.best:
                 return
             self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted

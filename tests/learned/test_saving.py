@@ -113,25 +113,6 @@ def test_findings_are_of_one_model(llama: PreTrainedModel, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_peft_model(tmp_path: Path) -> None:
-    """Its adapter belongs to the model that a file is for."""
-
-    def adapted(seed: int) -> Any:
-        base = tiny_llama(LAYERS, factor=0.6)
-        torch.manual_seed(seed)
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-        return peft.get_peft_model(base, settings).eval()
-
-    model, spec = adapted(0), fresh(SEARCHES["over"])
-    generate(model, prompt(), 24, assistant=spec)
-    spec.save_pretrained(tmp_path, model)
-    loaded, same = SelfSpec.from_pretrained(tmp_path), adapted(0)
-    assert begins_with(same, loaded) == (spec.choice(model), "acceleration")
-    assert_lossless(same, loaded)
-    with pytest.raises(SettingError, match="other weights"):
-        generate(adapted(1), prompt(), 4, assistant=loaded)
-
-
 def test_fingerprints() -> None:
     """A cast is the same model, one other weight is not, and weights that cannot be read do not set models apart."""
     model = tiny_llama(4)
@@ -145,6 +126,13 @@ def test_fingerprints() -> None:
     assert unknown.weights is None
     assert own.difference(unknown) == unknown.difference(own) == ""
     assert "shapes" in unknown.difference(Fingerprint.of_decoder(tiny_llama(4, vocabulary=98)))
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = []
+    for seed in (0, 1):
+        base = tiny_llama(4)
+        torch.manual_seed(seed)
+        adapted.append(Fingerprint.of_decoder(peft.get_peft_model(base, settings).get_base_model()))
+    assert "weights" in adapted[0].difference(adapted[1]), "an adapter belongs to the model"
 
 
 def test_fingerprints_of_weights_in_eight_bits() -> None:

@@ -111,7 +111,7 @@ def test_a_search_comes_back_from_json() -> None:
 def draft_much(search: SkipSearch, share: float) -> None:
     """Rounds with the share of drafted tokens that is accepted."""
     for _ in range(skip_search._WATCHED // 16):
-        search.watch(BEST, 16, round(share * 16), 1 + round(share * 16))
+        search.watch(BEST, 16, round(share * 16))
 
 
 def test_a_search_begins_again_where_much_less_is_accepted() -> None:

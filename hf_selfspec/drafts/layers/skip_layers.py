@@ -157,7 +157,6 @@ class SearchingDraft(PlanDrafter):
 
         self.search: SkipSearch = session.knowledge.of(f"skip search {session.name}".rstrip(), make)
         self._begun, self._spent = self.target.clock(), 0.0  # seconds of trials in this call
-        self._generated = 0
         self.target.cache.reserve(min(self._window, session.new_tokens))
         self.target.cache.look_back(self._window)
         self._use_best()
@@ -175,9 +174,7 @@ class SearchingDraft(PlanDrafter):
         self.search.report(stats)
 
     def _learn(self, text: Text, drafted: int, accepted: int) -> None:
-        generated = sum(text.lengths) - text.prompt_width * text.batch_size
-        self.search.watch(self.plan, drafted, accepted, generated - self._generated)
-        self._generated = generated
+        self.search.watch(self.plan, drafted, accepted)
         if not self.search.is_over:
             self._try(text)
         self._use_best()
