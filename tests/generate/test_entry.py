@@ -1,4 +1,4 @@
-"""The ways in: ``generate``, pipelines, PEFT, compiled, dispatched and quantised models, all against plain generate."""
+"""The ways in: ``generate``, PEFT, hooks, compiled, dispatched and quantised models, all against plain generate."""
 
 import functools
 import inspect
@@ -197,14 +197,12 @@ HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
 
 @pytest.mark.every_run("global")
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_with_a_value_for_each_row(hook: str) -> None:
+def test_hooks_with_a_value_for_each_row(hook: str, request: pytest.FixtureRequest) -> None:
     model = tiny_llama()
     handle = HOOKS[hook](model.model.layers[2].mlp)
-    try:
-        assert_serves_until_each_end(model, new_spec())
-    finally:
-        if hook == "global":
-            handle.remove()
+    if hook == "global":
+        request.addfinalizer(handle.remove)
+    assert_serves_until_each_end(model, new_spec())
 
 
 @pytest.mark.parametrize("has_hook_of_others", [False, True])

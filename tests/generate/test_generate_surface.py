@@ -19,16 +19,7 @@ SPECS = {
     "search": SelfSpec(SkipLayers(search=OnTheFlySearch(8, budget=1.0), ratio=0.4), FixedLength(4)),
     "tree": SelfSpec(draft=EarlyExit(3), stop=FixedLength(4), tree=TopKTree(((0.5, 3), (1.0, 1)))),
 }
-CASES = [("exit", ROW), ("tree", BATCH), ("search", BATCH)]
-
-
-@pytest.fixture(params=CASES, ids=["exit, one row", "tree, batch", "search, batch"])
-def case(request: pytest.FixtureRequest) -> tuple[SelfSpec, Inputs]:
-    name, inputs = request.param
-    return SPECS[name], inputs
-
-
-END = 9  # Token of the first row with which some tests end it; the next rows end later.
+END = 9  # Token of the first row with which some calls end it; the next rows end later.
 
 
 def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
@@ -69,13 +60,13 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
         assert torch.equal(plain, ours)
 
 
-@pytest.mark.every_run("(?=.*True)(?=.*(exit|search)).*|(?=.*False)(?=.*tree).*")
 @pytest.mark.filterwarnings("ignore:OnTheFlySearch:UserWarning")  # a row may end before its window is full
-@pytest.mark.parametrize("with_eos", [False, True])
-def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs], with_eos: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "inputs", "with_eos"), [("exit", ROW, True), ("tree", BATCH, False), ("search", BATCH, True)]
+)
+def test_scores_and_logits(llama: LlamaForCausalLM, name: str, inputs: Inputs, with_eos: bool) -> None:
     """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
-    spec, inputs = case
-    rows = new_tokens(llama, inputs, repetition_penalty=1.3, max_new_tokens=18)
+    spec, rows = SPECS[name], new_tokens(llama, inputs, repetition_penalty=1.3, max_new_tokens=18)
     ends = [row[END + 3 * index] for index, row in enumerate(rows)] if with_eos else []
     options = {
         "repetition_penalty": 1.3,
@@ -91,9 +82,9 @@ def test_scores_and_logits(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs
     steps = len(plain.scores)
     lengths = [next((i for i, token in enumerate(row, start=1) if token in ends), steps) for row in rows]
     transitions = [llama.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (ours, plain)]
-    for name in ("scores", "logits"):
-        assert len(getattr(ours, name)) == steps
-        mine, theirs = (torch.stack(getattr(output, name), dim=1) for output in (ours, plain))
+    for kind in ("scores", "logits"):
+        assert len(getattr(ours, kind)) == steps
+        mine, theirs = (torch.stack(getattr(output, kind), dim=1) for output in (ours, plain))
         for row, length in enumerate(lengths):
             torch.testing.assert_close(mine[row, :length], theirs[row, :length], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length], atol=1e-5, rtol=1e-5)
@@ -139,13 +130,11 @@ def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
     assert max(widths) <= 5  # of verification
 
 
-@pytest.mark.every_run(".*tree.*")
-def test_seeds(llama: LlamaForCausalLM, case: tuple[SelfSpec, Inputs]) -> None:
-    spec, inputs = case
-
+def test_seeds(llama: LlamaForCausalLM) -> None:
     def sample(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return llama.generate(**inputs, do_sample=True, max_new_tokens=10, num_return_sequences=2, assistant=spec)
+        options = {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 2}
+        return llama.generate(**BATCH, **options, assistant=SPECS["tree"])
 
     first = sample(0)
     assert torch.equal(first, sample(0))

@@ -90,19 +90,14 @@ def flash_attention(module: Any, query: Any, key: Any, value: Any, attention_mas
     return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, query, key, value, is_visible, **kwargs)
 
 
-def flash_model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
-    """A model with a kernel of the hub, which is registered as transformers registers it."""
+@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))])
+def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are registered as transformers registers them."""
     masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, FLASH, flash_attention)
     monkeypatch.setitem(masks, FLASH, masks["flash_attention_2"])
     model = tiny_llama()
     model.config._attn_implementation = FLASH
-    return model
-
-
-@pytest.mark.parametrize("tree", [None, TopKTree(((1.0, 3),))])
-def test_flash_kernels_of_the_hub(tree: TopKTree | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = flash_model(monkeypatch)
     check_lossless(model, SelfSpec(EarlyExit(3), FixedLength(4), tree), 12)
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     assert not ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
