@@ -91,7 +91,7 @@ def first_calls() -> None:
     first = model.generate(**options, assistant=hf_selfspec.SelfSpec())
     assert first.equal(model.generate(**options))
     assert not {"tools", "train"} & {name.split(".")[1] for name in sys.modules if name.startswith("hf_selfspec.")}
-    for name in ("model.kernels.linear", "generate.seams", "generate.wrapper"):
+    for name in ("model.linear", "generate.seams", "generate.wrapper"):
         importlib.reload(sys.modules["hf_selfspec." + name])
         assert first.equal(model.generate(**options, assistant=hf_selfspec.SelfSpec()))
     forget("hf_selfspec")

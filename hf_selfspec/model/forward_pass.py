@@ -20,8 +20,8 @@ import torch.nn as nn
 from .anatomy import Anatomy
 from .attention.exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
-from .kernels.linear import few_token_linears
 from .layout import TreeLayout
+from .linear import few_token_linears
 from .patching import (
     Autocast,
     Forward,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .forks import cached_property
-from .kernels.linear import FewTokenLinear
+from .linear import FewTokenLinear
 
 # The logit of tokens without a row. Next to the logits of other tokens its probability is 0 in all floating types,
 # unless a soft-cap or a high temperature raises it; in any case sampling uses exactly that probability. Unlike an

@@ -24,8 +24,8 @@ from .forks import cached_property
 from .forward_pass import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs, Inputs
 from .internals import prefill as prefill_plainly
-from .kernels.linear import few_token_linears
 from .layout import StepTokens, TreeLayout
+from .linear import few_token_linears
 from .module_tools import ROW_BLIND, clock_of, forward_parameters
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes

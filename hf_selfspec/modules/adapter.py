@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
 from ..model.attention.interface import MaskSpec, grouped_attention
-from ..model.kernels.linear import FewTokenLinear
+from ..model.linear import FewTokenLinear
 from .draft_module import About, DraftModule
 
 

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.attention.interface import MaskSpec, grouped_attention
-from ..model.kernels.linear import FewTokenLinear
+from ..model.linear import FewTokenLinear
 from ..validation import MOST_DRAFT, check_count
 from .draft_module import (
     CONFIG,

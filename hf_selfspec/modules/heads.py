@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import SettingError, brief
-from ..model.kernels.linear import FewTokenLinear
+from ..model.linear import FewTokenLinear
 from ..validation import check_share
 from .draft_module import About, DraftModule
 

@@ -15,7 +15,7 @@ from ..model.anatomy import Anatomy
 from ..model.cache.speculative_cache import SpeculativeCache
 from ..model.head import spread
 from ..model.internals import compute_buffers
-from ..model.kernels.linear import FewTokenLinear
+from ..model.linear import FewTokenLinear
 from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name

@@ -26,7 +26,7 @@ from ..learned.files import path_of
 from ..model.anatomy import causal_lm, max_positions
 from ..model.encoding import Prompt as TextOrChat
 from ..model.encoding import as_prompts, checked_texts, token_ids
-from ..model.kernels.linear import few_token_linears
+from ..model.linear import few_token_linears
 from ..model.patching import evaluating
 from ..model.transfer import wait_for
 from ..train.loading import read_rows

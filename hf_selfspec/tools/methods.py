@@ -17,7 +17,7 @@ from ..errors import SelfSpecError, SettingError, SettingTypeError, brief, muted
 from ..learned.files import path_of
 from ..learned.saving import FILE_NAME, class_named
 from ..model.internals import let_compile_on_cpu
-from ..model.kernels.linear import is_served
+from ..model.linear import is_served
 from ..modules.draft_module import DraftModule
 from ..modules.shipped import attached_mtp
 from ..selfspec import SelfSpec, begun_anew

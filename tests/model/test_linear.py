@@ -12,8 +12,8 @@ from torch.nn.functional import linear as plain_linear
 from helpers.calls import check_lossless
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model.kernels import linear
-from hf_selfspec.model.kernels.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_linears, is_served
+from hf_selfspec.model import linear
+from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_linears, is_served
 
 
 class FakeMachine:

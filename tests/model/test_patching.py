@@ -22,11 +22,10 @@ from transformers.generation.streamers import BaseStreamer
 from helpers.calls import new_spec, unchanged
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model import forks, forward_pass
+from hf_selfspec.model import forks, forward_pass, linear
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.forward_pass import partial_forwards
-from hf_selfspec.model.kernels import linear
 from hf_selfspec.model.patching import InstanceForwards, SharedChange
 
 OPTIONS: dict[str, Any] = ROW | {"max_new_tokens": 8}

@@ -19,7 +19,7 @@ from hf_selfspec.batch import Draft
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.model import head
 from hf_selfspec.model.head import HeadRows
-from hf_selfspec.model.kernels.linear import FewTokenLinear
+from hf_selfspec.model.linear import FewTokenLinear
 
 KEPT = list(range(0, VOCABULARY, 3))
 

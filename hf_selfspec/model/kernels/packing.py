@@ -20,8 +20,8 @@ from ..anatomy import Anatomy
 from ..fingerprint import samples
 from ..forks import new_lock
 from ..head import output_head
+from ..linear import linear_layers
 from ..plan import Substitutes
-from .linear import linear_layers
 
 # Rounded weights: numbers from 0 to 15, two in a byte [n, k / 2], and for each group its scale and the value of its
 # number 8 [k / GROUP_SIZE, n, 2].

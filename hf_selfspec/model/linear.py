@@ -23,10 +23,10 @@ import torch.nn as nn
 from torch.nn.functional import linear as blas
 from transformers.pytorch_utils import Conv1D
 
-from ..forks import new_lock
-from ..internals import ADAPTED
-from ..module_tools import ModelView
-from ..patching import Forward, InstanceForwards, shared_change
+from .forks import new_lock
+from .internals import ADAPTED
+from .module_tools import ModelView
+from .patching import Forward, InstanceForwards, shared_change
 
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
