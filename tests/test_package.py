@@ -31,7 +31,7 @@ TORCHS = {
     *("_convert_weight_to_int4pack", "_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm"),
     *("_weight_int4pack_mm_for_cpu", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention", "_fused_sdp_choice"),
-    *("_getframe", "_at_fork_reinit", "_cuda_clearCublasWorkspaces"),
+    *("_C", "_getframe", "_at_fork_reinit", "_cuda_clearCublasWorkspaces"),
 }
 
 

@@ -6,14 +6,11 @@ from itertools import chain
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, warn_once
 from ..learned.saving import register
-from ..model.anatomy import Anatomy
-from ..model.plan import LayerPlan
-from ..modules.mtp import MtpHead
 from ..modules.shipped import attached_head
 from .attached import source_of
 from .controlled import ControlledDrafter
 from .free.lookup import Lookup
-from .source import Drafter, DraftSource, FindChoice, Session
+from .source import Drafter, DraftSource, Session
 
 
 @register
@@ -47,20 +44,6 @@ class Cascade(DraftSource):
             if isinstance(source, Cascade):
                 raise SettingError(f"Cascade(sources) cannot hold {source!r}: it takes single sources.")
         object.__setattr__(self, "sources", sources)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan | MtpHead:
-        """See :meth:`DraftSource.blocks`; free drafts are left out.
-
-        Raises:
-            SettingError: there are several other sources.
-        """
-        others = [source for source in self.sources if not isinstance(source, Lookup)]
-        if len(others) > 1:
-            raise SettingError(
-                f"this cascade has {len(others)} sources besides its free drafts, {others!r}, and a checkpoint can "
-                "hold only one. Export SelfSpec(draft=...) with the one that you mean."
-            )
-        return (others or self.sources)[0].blocks(anatomy, find_choice)
 
     def _attached(self, session: Session) -> Iterator[DraftSource]:
         """What drafts with the head that is attached to the model, unless a source that has begun has such a head

@@ -16,7 +16,6 @@ from ..stats import GenerationStats
 from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
 from .free.free import FreeDrafts
 from .free.tree import TokenTree
-from .grammar.rows import allowed
 from .source import Drafter, DraftSource, Session
 
 
@@ -64,10 +63,8 @@ class ControlledDrafter(Drafter):
         self._note()
 
     def _note(self) -> None:
-        """Notes what the loop wants to know of all drafters; with free drafts nobody waits for ended rows."""
+        """Notes what the loop wants to know of all drafters."""
         self.steps = sum(drafter.steps for drafter in self.others.values())
-        waits = self.free.findings is None
-        self.needs_ended_rows = waits and any(other.needs_ended_rows for other in self.others.values())
         self.reads_logits = any(other.reads_logits for other in self.others.values())
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
@@ -95,8 +92,10 @@ class ControlledDrafter(Drafter):
             other = self._always or controller.choose(promised, free)
             if other is not None:
                 self._asked = other
-                draft = allowed(text, self.others[other].propose(text, max_new), constraint)
+                draft = self.others[other].propose(text, max_new)
                 if draft.size:
+                    if constraint and draft.listed is None:  # so that masks of all nodes can be made at once
+                        draft = replace(draft, listed=draft.tokens.tolist())
                     self._draft, self._free_takes_part = draft, False
                     return draft
         if size and not self._free_takes_part:
@@ -107,7 +106,7 @@ class ControlledDrafter(Drafter):
         """Which of the free drafts take part in this round, if any."""
         if self.free.findings is None or not any(max_new) or self.controller.curve.wants_plain:
             return None
-        if self.controller.pays(FREE):
+        if self.controller.speedup(FREE) >= LEAST_SPEEDUP:
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 

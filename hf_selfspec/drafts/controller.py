@@ -153,10 +153,6 @@ class Controller:
             # The first rounds tell what nothing costs, against which all else is measured.
             return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
 
-    def pays(self, name: str, promised: float | None = None) -> bool:
-        """Whether a source is expected to be faster than nothing by more than the error of the estimate."""
-        return self.speedup(name, promised) >= LEAST_SPEEDUP
-
     def expected(self, nodes: int, tokens: float) -> float:
         """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
         return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]

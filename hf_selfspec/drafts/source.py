@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from ..batch import Draft, Text, Verdict
-from ..errors import SettingError, UnsupportedOptionError
+from ..errors import UnsupportedOptionError
 from ..learned.knowledge import KnowledgeOfCall
 from ..model.anatomy import Anatomy
 from ..model.attention.exact import MOST_TOKENS
 from ..model.forks import cached_property
 from ..model.module_tools import is_tensor_parallel, vocabulary_of
-from ..model.plan import LayerPlan
 from ..model.target import Target
 from ..modules.draft_module import DraftModule, module_of
-from ..modules.mtp import MtpHead
 from ..stats import GenerationStats
 from .grammar.rows import Constraint
 from .growing import TopKTree
@@ -25,9 +23,6 @@ from .scoring import Scorer
 from .stop import Memory, StopRule, longest_draft
 
 _M = TypeVar("_M", bound=DraftModule)
-
-# Returns what was chosen for a model, given the kind of choice; ``None`` where there is none yet.
-FindChoice = Callable[[type[Any]], Any]
 
 # See :meth:`Session.cap_by_logit_memory`.
 _LOGITS = 2**26
@@ -38,8 +33,6 @@ class Drafter:
 
     Attributes:
         steps: number of the draft's forwards so far, each counted once for the whole batch.
-        needs_ended_rows: whether forwards still run over rows that have ended, since the drafter will look at their
-            text; a cascade does not wait for them.
         variant: what it drafts with at present, where that changes; results of another variant do not count.
         expected_speedup: how much faster than rounds without a draft it expects to be now: 0 where it would not draft,
             ``None`` where it does not know, infinity if it makes no estimates and always drafts.
@@ -51,7 +44,6 @@ class Drafter:
     """
 
     steps: int = 0
-    needs_ended_rows: bool = False
     variant: Any = None
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
@@ -97,7 +89,7 @@ class Session:
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
         name: that of the source in a cascade, under which it learns; empty where no other drafts where it does not.
-        constraint: what grammars allow and force; falsy without grammars. Forbidden tokens are cut from any draft.
+        constraint: what grammars allow and force; falsy without grammars.
     """
 
     target: Target
@@ -216,21 +208,6 @@ class DraftSource:
             SelfSpecError: the source cannot draft for this model or call.
         """
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan | MtpHead:
-        """Returns the part of a model that drafts as this source does, for :meth:`SelfSpec.export_draft`.
-
-        Args:
-            anatomy: the parts of the model.
-            find_choice: returns what was found for the model.
-
-        Raises:
-            SelfSpecError: there is no such part.
-        """
-        raise UnsupportedOptionError(
-            f"{self!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
-            "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
-        )
-
 
 class FittedSource(DraftSource, Generic[_M]):
     """A source with a fitted ``module``, which a setting holds, or names the folder of."""
@@ -242,15 +219,3 @@ class FittedSource(DraftSource, Generic[_M]):
         kept, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
         object.__setattr__(self, setting, kept)
         object.__setattr__(self, name, module)
-
-
-def chosen_plan(source: DraftSource, choice: Any, anatomy: Anatomy) -> LayerPlan:
-    """Returns the plan of what was chosen for a source, where something was."""
-    if choice is None:
-        raise SettingError(
-            f"{source!r} has chosen no part of {anatomy.model_name} yet, or none pays on this machine, so there is "
-            "nothing to export. Generate (more) with this SelfSpec first, use what hf_selfspec.tune returns, or "
-            "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
-        )
-    plan: LayerPlan = choice.plan
-    return plan

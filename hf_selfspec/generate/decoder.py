@@ -232,7 +232,7 @@ class Decoder:
             self.text.ids[:, : self._ids.shape[1]], self._ids = self._ids, None
         self.target.commit(self.text.last_slots(), moves)
         self.output.stream()
-        if not (self.keeps_rows or self.output.in_step or self.draft.needs_ended_rows):
+        if not (self.keeps_rows or self.output.in_step):
             self.target.leave(self.output.done)
 
     def _max_new(self) -> list[int]:

@@ -2,19 +2,22 @@
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..drafts.layers.early_exit import ExitChoice
+from ..drafts.cascade import Cascade
+from ..drafts.free.lookup import Lookup
+from ..drafts.heads.mtp import MTP
+from ..drafts.layers.early_exit import EarlyExit, ExitChoice
+from ..drafts.layers.skip_layers import SkipLayers
 from ..drafts.source import DraftSource
-from ..errors import SettingError, SettingTypeError, UnsupportedModelError
+from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..learned import saving
 from ..learned.files import check_folder, folder_written_whole, path_of, reported
 from ..learned.knowledge import KnowledgeOfCall
@@ -35,7 +38,6 @@ from .checkpoint import draft_model
 USUAL_TOKENS = 5
 
 _NAME = "SelfSpec.export_draft"  # in messages
-_C = TypeVar("_C", ExitChoice, SkipChoice)
 _README, _CARD = "README.md", Path(__file__).with_name("draft_card.md")
 # Model types that ship without MTP layers, but for which speculators 0.9 makes them.
 _OF_SPECULATORS = ("qwen3",)
@@ -67,7 +69,7 @@ def export_draft(
     _check_place(folder, at)
     _check_model(inner)
     anatomy = Anatomy.of(inner)
-    part = source.blocks(anatomy, partial(_choice, knowledge))
+    part = _part(source, anatomy, knowledge)
     if isinstance(part, MtpHead):
         part.check(knowledge.fingerprint)
         _write_mtp(inner, part, at, tokens)
@@ -180,15 +182,45 @@ def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[
         return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
 
 
-def _choice(knowledge: KnowledgeOfCall, choice_class: type[_C]) -> _C | None:
-    """The choice of that class that was used last, else one that was loaded and not used yet."""
-    used: _C | None = knowledge.knowledge.choice(knowledge.model, choice_class)
-    if used is not None:
-        return used
-    saved = knowledge.kept()
-    with saving.reading(saved.path):
-        choices = [SkipChoice.of_state(state) for state in saved.findings.values() if "set" in state]
-    return next((choice for choice in choices if isinstance(choice, choice_class)), None)
+def _part(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall) -> LayerPlan | MtpHead:
+    """The part of the model that drafts as a source does, beside free drafts."""
+    sources = source.sources if isinstance(source, Cascade) else (source,)
+    drafting = [each for each in sources if not isinstance(each, Lookup)]
+    if len(drafting) > 1:
+        raise SettingError(
+            f"this cascade has {len(drafting)} sources besides its free drafts, {drafting!r}, and a checkpoint can "
+            "hold only one. Export SelfSpec(draft=...) with the one that you mean."
+        )
+    part = (drafting or sources)[0]
+    if isinstance(part, MTP) and part.head is not None:
+        return part.module
+    if isinstance(part, EarlyExit) and part.head is None:
+        return part.plan(anatomy) or _chosen(part, anatomy, knowledge, ExitChoice)
+    if isinstance(part, SkipLayers):
+        return part.plan(anatomy) if part.search is None else _chosen(part, anatomy, knowledge, SkipChoice)
+    raise UnsupportedOptionError(
+        f"{part!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
+        "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...]). (Engines read MTP layers "
+        "that ship with a model from its own checkpoint, and reduce heads by lists of tokens.)"
+    )
+
+
+def _chosen(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall, choice_class: type) -> LayerPlan:
+    """The plan of the choice of that class that was used last, else of a set that was loaded and not used yet."""
+    used = knowledge.knowledge.choice(knowledge.model, choice_class)
+    if used is None and choice_class is SkipChoice:
+        saved = knowledge.kept()
+        with saving.reading(saved.path):
+            choices = (SkipChoice.of_state(state) for state in saved.findings.values() if "set" in state)
+            used = next(choices, None)
+    if used is None:
+        raise SettingError(
+            f"{source!r} has chosen no part of {anatomy.model_name} yet, or none pays on this machine, so there is "
+            "nothing to export. Generate (more) with this SelfSpec first, use what hf_selfspec.tune returns, or "
+            "name the part yourself: EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...])."
+        )
+    plan: LayerPlan = used.plan
+    return plan
 
 
 def _check_place(folder: StrPath, at: Path) -> None:

@@ -172,7 +172,7 @@ def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatc
         return found
 
     monkeypatch.setattr(Controller, "begin", begun)
-    monkeypatch.setattr(Controller, "pays", lambda self, name: turn[0] % 5 in (1, 2))
+    monkeypatch.setattr(Controller, "speedup", lambda *given: 2.0 * (turn[0] % 5 in (1, 2)))
     monkeypatch.setattr(Controller, "choose", choose)
     inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
     options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}

@@ -4,11 +4,11 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from hf_selfspec.drafts.free import successors, suffix
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
 from hf_selfspec.drafts.free.row import LookupRow, Rates
 from hf_selfspec.drafts.free.successors import Successors
-from hf_selfspec.drafts.free.suffix import SEPARATOR, SuffixIndex, texts_of
+from hf_selfspec.drafts.free.suffix import SEPARATOR, SuffixIndex
 from hf_selfspec.drafts.free.tree import TokenTree, grow
 
 # Seconds of rounds with 0, 1, 2, ... drafted tokens.
@@ -39,65 +39,55 @@ def random_text(seed: int, length: int = 300, alphabet: int = 6) -> list[int]:
     return text[:length]
 
 
-def taught(seed: int, texts: int = 3, kind: str = "") -> tuple[LookupFindings, LookupRow]:
-    """Knowledge of some texts, and a row that has gone on for a while."""
-    knowledge = LookupFindings()
-    for number in range(texts + 1):
+def row_of(text: list[int], knowledge: LookupFindings | None = None) -> LookupRow:
+    return LookupRow(knowledge or LookupFindings(), "greedy", text)
+
+
+def taught(seed: int) -> tuple[LookupFindings, LookupRow]:
+    """Knowledge of three texts, and a row that has gone on for a while."""
+    knowledge, rng = LookupFindings(), random.Random(seed)
+    for number in range(4):
         text = random_text(seed + number)
-        row = row_of(text[:100], knowledge, kind)
-        play(row, text[100:])
-        if number < texts:
+        row = row_of(text[:100], knowledge)
+        while (at := len(row.text.tokens)) < len(text):
+            tree = grow(row, STEPS, 1.0, 8)
+            count = sum(1 for _ in tree.walk(text[at:]))  # what is accepted and one more
+            weights = -np.sort(-np.array([[rng.random() ** 4 for _ in range(6)] for _ in range(len(tree) + 1)]))
+            tokens = np.array([rng.sample(range(6), 6) for _ in weights])
+            row.learn(tree, text[at : at + count], tokens, weights / weights.sum(1, keepdims=True))
+        if number < 3:
             knowledge.add_texts([row.text.tokens])
     return knowledge, row
 
 
-def row_of(text: list[int], knowledge: LookupFindings | None = None, kind: str = "") -> LookupRow:
-    return LookupRow(knowledge or LookupFindings(), kind, text)
-
-
-def play(row: LookupRow, text: Sequence[int]) -> None:
-    """Drafts and verifies until the row has written ``text``."""
-    at = 0
-    rng = random.Random(0)
-    while at < len(text):
-        tree = grow(row, STEPS, 1.0, 8)
-        count = sum(1 for _ in tree.walk(text[at:]))  # what is accepted and one more
-        tokens, shares = zip(*(random_top(rng) for _ in range(len(tree) + 1)), strict=True)
-        row.learn(tree, text[at : at + count], np.array(tokens), np.array(shares))
-        at += count
-
-
-def random_top(rng: random.Random) -> tuple[list[int], list[float]]:
-    weights = sorted((rng.random() ** 4 for _ in range(6)), reverse=True)
-    return rng.sample(range(6), 6), [weight / sum(weights) for weight in weights]
+def stored(knowledge: LookupFindings) -> list[list[int]]:
+    """The texts between separators, the oldest first, which may lack its beginning."""
+    groups = groupby(knowledge.store.tokens, lambda token: token == SEPARATOR)
+    return [list(text) for is_end, text in groups if not is_end]
 
 
 def test_nothing_matches_or_goes_on_across_texts() -> None:
     index = SuffixIndex()
     index.extend([SEPARATOR, 1, 2, 3, SEPARATOR, 4, 5, 6])
-    match = index.match([3, 4, 5])
-    assert match.length == 2
+    assert index.match([3, 4, 5]).length == 2
     knowledge = LookupFindings()
     knowledge.add_texts([[1, 2, 3, 4, 5], [6, 7]])
     assert grow(row_of([1, 2, 3, 4, 5], knowledge), FREE, 1.0, 8).tokens == ()
 
 
 def test_a_store_keeps_the_latest_texts() -> None:
+    """Nobody waits until long ones are indexed."""
     nothing, some = LookupFindings(most_stored=0), LookupFindings(most_stored=1_000)
     nothing.add_texts([range(400)])
     assert nothing.store.tokens == []
     some.add_texts([range(10_000 * row, 10_000 * row + 400) for row in range(33)])
-    assert [text[-1] for text in texts_of(some.store.tokens)] == [300_399, 310_399, 320_399]
+    assert [text[-1] for text in stored(some)] == [300_399, 310_399, 320_399]
     some.add_texts([[1, 2, 3]])
     assert 500 <= len(some.store.tokens) <= 1_000
-    assert texts_of(some.store.tokens)[-1] == [1, 2, 3]
-
-
-def test_nobody_waits_until_long_texts_are_indexed() -> None:
-    known = LookupFindings(most_stored=1_000)
-    with ThreadPoolExecutor(1) as pool, known.lock:
-        pool.submit(known.add_texts, [range(5_000), range(6_000, 7_000), range(9_000, 9_400)]).result(timeout=60)
-    assert texts_of(known.store.tokens)[-1] == [*range(9_000, 9_400)]
+    assert stored(some)[-1] == [1, 2, 3]
+    with ThreadPoolExecutor(1) as pool, some.lock:
+        pool.submit(some.add_texts, [range(5_000), range(6_000, 7_000), range(9_000, 9_400)]).result(timeout=60)
+    assert stored(some)[-1] == [*range(9_000, 9_400)]
 
 
 def test_texts_are_stored_without_what_is_known_of_them() -> None:
@@ -105,58 +95,32 @@ def test_texts_are_stored_without_what_is_known_of_them() -> None:
     answers = [list(range(start, start + 40)) for start in (10, 50, 90)]
     knowledge.add_texts([prompt + answer for answer in answers])
     # The first 96 tokens of the prompt are the same; the last 32 of these come before what is new.
-    *others, whole = texts_of(knowledge.store.tokens)
-    assert whole == prompt + answers[2]
-    assert others == [prompt[64:] + answer for answer in answers[:2]]
+    assert stored(knowledge) == [*(prompt[64:] + answer for answer in answers[:2]), prompt + answers[2]]
     knowledge.add_texts([prompt + answers[2] + turn])
-    assert texts_of(knowledge.store.tokens)[-1] == (prompt + answers[2] + turn)[96:]
+    assert stored(knowledge)[-1] == (prompt + answers[2] + turn)[96:]
 
 
 def test_a_continuation_repeats_where_the_text_ends() -> None:
     tree = grow(row_of([7, 8, 9] * 4), FREE, 1.0, deepest=10, branching=False)
-    assert tree.tokens == (7, 8, 9, 7, 8, 9, 7, 8, 9, 7)
-    assert tree.parents == tuple(range(10))
+    assert (tree.tokens, tree.parents) == ((7, 8, 9, 7, 8, 9, 7, 8, 9, 7), tuple(range(10)))
 
 
 def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
-    successors = Successors()
-    successors.see([(1, 2)], np.array([[5, 6]]), np.array([[0.75, 0.125]]), 3)
-    successors.see([(9, 2)], np.array([[7]]), np.array([[0.5]]), 4)
-    found = successors.get(1, 2)
-    assert (found.is_pair, found.text) == (True, 3)
-    assert (list(found.tokens[:3]), list(found.probabilities[:3])) == ([5, 6, -1], [0.75, 0.125, 0.0])
-    single = successors.get(3, 2)
+    """The oldest pairs leave."""
+    pairs = Successors(10)
+    pairs.see([(1, 2)], np.array([[5, 6]]), np.array([[0.75, 0.125]]), 3)
+    pairs.see([(9, 2)], np.array([[7]]), np.array([[0.5]]), 4)
+    pair, single = pairs.get(1, 2), pairs.get(3, 2)
+    assert (pair.is_pair, pair.text, pair.tokens[:3], pair.probabilities[:3]) == (True, 3, [5, 6, -1], [0.75, 0.125, 0])
     assert (single.is_pair, single.text, single.tokens[0]) == (False, 4, 7)
-    assert successors.get(2, 1) is None
-
-
-def test_the_oldest_pairs_leave() -> None:
-    successors = Successors(10)
+    assert pairs.get(2, 1) is None
     for token in range(25):
-        successors.see([(token, token + 1)], np.array([[token + 2]]), np.array([[1.0]]))
-    assert len(successors) == 10
-    assert [token for token in range(25) if successors.get(token, token + 1)] == list(range(15, 25))
-    assert successors.get(99, 3) is None
+        pairs.see([(token, token + 1)], np.array([[token + 2]]), np.array([[1.0]]))
     smaller = Successors(5)
-    smaller.restore(successors.state())
-    assert [token for token in range(25) if smaller.get(token, token + 1)] == list(range(20, 25))
-
-
-def check(tree: TokenTree, deepest: int, branching: bool = True) -> None:
-    depth, children = [0], set()
-    reach = [1.0, *tree.reach]
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1):
-        assert 0 <= parent < node
-        assert (parent, token) not in children
-        assert 0 < reach[node] <= reach[parent]
-        assert token >= 0
-        children.add((parent, token))
-        depth.append(depth[parent] + 1)
-    assert max(depth) <= deepest
-    assert tree.expected == pytest.approx(sum(reach))
-    for node in range(len(tree) + 1):
-        assert sum(reach[child] for child, parent in enumerate(tree.parents, 1) if parent == node) <= reach[node] + 1e-9
-    assert branching or tree.parents == tuple(range(len(tree)))
+    smaller.restore(pairs.state())
+    for kept, first in ((pairs, 15), (smaller, 20)):
+        assert [token for token in range(25) if kept.get(token, token + 1)] == list(range(first, 25))
+        assert kept.get(99, 3) is None
 
 
 @pytest.mark.every_run("[01]-True-steps|[23]-False-(free|steep)")
@@ -167,17 +131,24 @@ def test_trees_hold_together(seed: int, branching: bool, costs: tuple[float, ...
     _, row = taught(seed)
     for deepest in (0, 1, 3, 12):
         tree = grow(row, costs, 1.0, deepest, branching)
-        assert len(tree) < len(costs)
-        assert len(tree.reach) == len(tree.tokens) == len(tree.parents)
-        check(tree, deepest, branching)
+        assert len(tree.reach) == len(tree.tokens) == len(tree.parents) == len(tree) < len(costs)
         assert list(tree.reach) == sorted(tree.reach, reverse=True)
+        assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)
+        assert min(tree.tokens, default=0) >= 0
+        assert tree.depth <= deepest
+        assert branching or tree.parents == tuple(range(len(tree)))
+        reach = [1.0, *tree.reach]
+        assert tree.expected == pytest.approx(sum(reach))
+        for node in range(len(tree) + 1):
+            below = [child for child, parent in enumerate(tree.parents, 1) if parent == node]
+            assert all(child > node for child in below)
+            assert sum(reach[child] for child in below) <= reach[node] + 1e-9
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     _, row = taught(1)
-    assert grow(row, STEEP, 1.0, 8).tokens == ()
-    assert grow(row, (1.0,), 1.0, 8).tokens == ()
-    assert grow(row_of([]), FREE, 1.0, 8).tokens == ()
+    for place, costs in ((row, STEEP), (row, (1.0,)), (row_of([]), FREE)):
+        assert grow(place, costs, 1.0, 8).tokens == ()
 
 
 @pytest.mark.every_run("(0.0|1.7|3.0)-[01]")
@@ -188,28 +159,32 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     _, row = taught(seed)
     every = grow(row, FREE, 1.0, 8)
     values = [1 + sum(every.reach[:size]) - max(pace, 1 / STEPS[0]) * STEPS[size] for size in range(len(every) + 1)]
-    tree = grow(row, STEPS, pace, 8)
-    assert tree.tokens == every.tokens[: values.index(max(values))]
+    assert grow(row, STEPS, pace, 8).tokens == every.tokens[: values.index(max(values))]
 
 
-def test_a_round_teaches_what_was_accepted_and_what_the_logits_held() -> None:
+@pytest.mark.parametrize(
+    ("text", "tree", "emitted", "likeliest", "learned"),
+    [
+        (
+            [1, 2, 3, 4, 1, 2],
+            TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3)),
+            [3, 9],
+            [3, 9, 8, 7],
+            {(1, 2): 3, (2, 3): 9, (2, 5): 8, (3, 4): 7},
+        ),
+        ([2, 2], TokenTree((2, 5), (0, 1), (0.5, 0.2)), [7], [7, 8, 9], {(2, 2): 7, (2, 5): 9}),
+    ],
+    ids=["tree", "the same pair in the text"],
+)
+def test_a_round_teaches_what_the_logits_held(
+    text: list[int], tree: TokenTree, emitted: list[int], likeliest: list[int], learned: dict[tuple[int, int], int]
+) -> None:
     """Of rejected nodes, too, where the text does not have the same pair of tokens."""
-
-    def known_after(
-        text: list[int], tree: TokenTree, emitted: list[int], likeliest: list[int]
-    ) -> dict[tuple[int, int], int]:
-        row = row_of(text, knowledge := LookupFindings())
-        row.learn(tree, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
-        assert row.text.tokens == text + emitted
-        pairs = product(range(10), range(10))
-        found = {pair: knowledge.successors.get(*pair) for pair in pairs}
-        return {pair: one.tokens[0] for pair, one in found.items() if one is not None and one.is_pair}
-
-    tree = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3))
-    found = {(1, 2): 3, (2, 3): 9, (2, 5): 8, (3, 4): 7}
-    assert known_after([1, 2, 3, 4, 1, 2], tree, [3, 9], [3, 9, 8, 7]) == found
-    tree = TokenTree((2, 5), (0, 1), (0.5, 0.2))
-    assert known_after([2, 2], tree, [7], [7, 8, 9]) == {(2, 2): 7, (2, 5): 9}
+    row = row_of(text, knowledge := LookupFindings())
+    row.learn(tree, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
+    assert row.text.tokens == text + emitted
+    known = {pair: knowledge.successors.get(*pair) for pair in product(range(10), range(10))}
+    assert {pair: each.tokens[0] for pair, each in known.items() if each is not None and each.is_pair} == learned
 
 
 def test_matches_that_fail_are_trusted_less() -> None:
@@ -222,99 +197,95 @@ def test_matches_that_fail_are_trusted_less() -> None:
     assert grow(row, FREE, 1.0, 8, branching=False).expected < before
 
 
-def test_a_round_that_drafts_nothing_teaches_rates() -> None:
-    knowledge = LookupFindings()
-    row = row_of([1, 2, 3, 4, 1, 2, 3], knowledge)
+def test_rounds_without_a_draft_teach_rates() -> None:
+    """What a match predicts counts for the next token alone, and for this kind of call."""
+    knowledge, text = LookupFindings(), [1, 2, 3, 4, 1, 2, 3]
+    row, rates = row_of(text, knowledge), knowledge.rates["greedy"]
     tree = grow(row, STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
-    before = knowledge.rates[""].rates[key]
+    before = rates.rates[key]
     row.learn(tree, [4], np.array([[4]]), np.array([[1.0]]))
-    assert knowledge.rates[""].rates[key] > before
-    assert knowledge.rates["sampled"].rates == Rates().rates  # another kind of call
-
-
-def test_what_a_match_predicts_counts_once() -> None:
-    """For the next token, and not for those of later rounds in which nothing is predicted."""
-    knowledge = LookupFindings()
-    row, seen = row_of([1, 2, 3, 4, 1, 2, 3], knowledge), list[list[float]]()
+    assert rates.rates[key] > before
+    assert knowledge.rates["sampled"].rates == Rates().rates
+    row, seen = row_of(text, knowledge), list[list[float]]()
     assert row.likelihood() > 0
     for token in (4, 9, 9):
-        seen.append(list(knowledge.rates[""].rates))
+        seen.append(list(rates.rates))
         row.follow([token])
-    assert seen[0] != seen[1] == seen[2] == knowledge.rates[""].rates
+    assert seen[0] != seen[1] == seen[2] == rates.rates
 
 
 def test_what_is_known_lasts() -> None:
-    knowledge, row = taught(4, kind="greedy")
+    knowledge, row = taught(4)
     other = LookupFindings()
     other.restore(json.loads(json.dumps(knowledge.state())))
     assert other.state() == knowledge.state()
-    trees = []
-    for found in (knowledge, other):
-        trees.append(grow(row_of(row.text.tokens, found, "greedy"), FREE, 1.0, 8))
+    trees = [grow(row_of(row.text.tokens, each), FREE, 1.0, 8) for each in (knowledge, other)]
     assert trees[0] == trees[1]
     assert len(trees[0]) > 5
 
 
-def test_a_broken_state_is_refused_and_changes_nothing() -> None:
-    knowledge, _ = taught(4)
-    before = knowledge.state()
-    keys, arrays = len(Rates().rates), load(base64.b64decode(before["arrays"]))
-    for broken in (
-        {"pairs": [1, 1], "tokens": [[0] * 8] * 2, "probabilities": [[0.0] * 8] * 2},
+@pytest.mark.parametrize(
+    "broken",
+    [
         {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]},
         {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]},
+        {"pairs": [1], "tokens": [[-2] * 8], "probabilities": [[0.0] * 8]},
         {"store": [0.5]},
         {"store": [[1]]},
         {"store": [-2]},
         {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
-        {"rates": {"": {"rates": [0.5] * keys, "seen": [float("nan")] * keys}}},
-    ):
-        state = before | broken
-        if "rates" not in broken:
-            changed = arrays | {name: np.array(values) for name, values in broken.items()}
-            state = before | {"arrays": base64.b64encode(save(changed)).decode("ascii")}
-        with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
-            knowledge.restore(state)
-        assert knowledge.state() == before
+        {"rates": {"": {name: [float("nan")] * len(Rates().rates) for name in ("rates", "seen")}}},
+    ],
+    ids=str,
+)
+def test_a_broken_state_is_refused_and_changes_nothing(broken: dict[str, Any]) -> None:
+    knowledge, _ = taught(4)
+    before = knowledge.state()
+    arrays = load(base64.b64decode(before["arrays"])) | {name: np.array(values) for name, values in broken.items()}
+    state = before | broken
+    if "rates" not in broken:
+        state["arrays"] = base64.b64encode(save(arrays)).decode("ascii")
+    with pytest.raises(ValueError, match=r"successors|store|rates|Rates|tokens"):
+        knowledge.restore(state)
+    assert knowledge.state() == before
+
+
+def interrupted(step: Callable[[], None], after: int) -> None:
+    """Runs a step that ends with an error at one of its lines."""
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal after
+        after -= frame.f_globals["__name__"] in (suffix.__name__, successors.__name__) and event == "line"
+        if not after:
+            raise MemoryError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    with suppress(MemoryError):
+        step()
+    sys.settrace(before)
+
+
+def see(pairs: Successors, mark: int) -> None:
+    for token in range(9):
+        pairs.see([(token, token + 1)], np.full((1, 1), mark + token, np.int32), np.ones((1, 1), np.float32))
 
 
 def test_a_step_that_was_interrupted_leaves_indices_that_go_on() -> None:
     """At any line of it: an error of memory, or a user, may end any."""
-
-    def interrupted(step: Callable[[], None], after: int) -> None:
-        def trace(frame: FrameType, event: str, argument: Any) -> Any:
-            nonlocal after
-            after -= frame.f_globals["__name__"] in (suffix.__name__, successors.__name__) and event == "line"
-            if not after:
-                raise MemoryError
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        with suppress(MemoryError):
-            step()
-        sys.settrace(before)
-
     text = random_text(0, 24, alphabet=2)
     for place in range(1, 150):
-        index, pairs, shares = SuffixIndex(), Successors(4), np.ones((1, 1), np.float32)
-
-        def see(mark: int, pairs: Successors = pairs, shares: np.ndarray = shares) -> None:
-            for token in range(9):
-                pairs.see([(token, token + 1)], np.full((1, 1), mark + token, np.int32), shares)
-
+        index, pairs = SuffixIndex(), Successors(4)
         interrupted(partial(index.extend, text), place)
-        interrupted(partial(see, 100), place)
+        interrupted(partial(see, pairs, 100), place)
         for _ in range(2):
             index.extend(text)
-            see(0)
+            see(pairs, 0)
         for end in range(3, len(index.tokens)):
             tail = index.tokens[:end][-8:]
             match = index.match(tail)
-            assert match is not None
             assert index.tokens[match.position - match.length : match.position] == tail[-match.length :]
-        known = pairs.get(8, 9)
-        assert known is not None
-        assert known.tokens[0] == 8
+        assert pairs.get(8, 9).tokens[0] == 8

@@ -73,7 +73,9 @@ KINDS = ("nothing repeats", "open text", "repeats", "mixed", "begins to repeat",
 def test_free_drafts(table: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [stream(kind, TOKENS if rows == 1 else TOKENS // 4, seed) for seed in range(rows)]
     ours = Replay(table).play(streams)
-    monkeypatch.setattr(Controller, "pays", lambda self, name, promised=None: name == FREE and self._rows > 0)
+    monkeypatch.setattr(
+        Controller, "speedup", lambda self, name, promised=None: 2.0 * (name == FREE and self._rows > 0)
+    )
     drafting = Replay(table).play(streams)
     assert ours >= 0.98
     # Rows that go on rest while others draft learn less of the text that they share.
@@ -101,7 +103,7 @@ def test_drafts_of_layers(
     source = ("layers", 4, RATES[rate], 1.2, promised)
     ours = Replay(table, sources=[source], free=free).play(streams)
     monkeypatch.setattr(Controller, "choose", lambda self, promised, free=0.0: next(iter(promised)))
-    monkeypatch.setattr(Controller, "pays", lambda self, name, promised=None: False)
+    monkeypatch.setattr(Controller, "speedup", lambda self, name, promised=None: 0.0)
     drafting = Replay(table, sources=[source], free=free).play(streams)
     assert ours >= 0.98
     assert ours >= 0.97 * drafting

@@ -105,10 +105,8 @@ def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     pairs = np.asarray(state["pairs"], np.int64)
     tokens = np.asarray(state["tokens"], np.int32)
     probabilities = np.asarray(state["probabilities"], np.float32)
-    if len(np.unique(pairs)) < len(pairs):
-        raise ValueError("The same pair of tokens twice among successors.")
     if not tokens.shape == probabilities.shape == (len(pairs), WIDTH):
         raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}.")
-    if not ((probabilities >= 0) & (probabilities <= 1)).all() or (tokens < -1).any():
-        raise ValueError("Probabilities of successors outside 0 to 1, or tokens below -1.")
+    if not ((probabilities >= 0) & (probabilities <= 1)).all():
+        raise ValueError("Probabilities of successors outside 0 to 1.")
     return pairs, tokens, probabilities

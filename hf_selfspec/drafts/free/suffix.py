@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 # Matches are not followed back any further: the continuations of longer ones are right as often.
@@ -92,8 +91,3 @@ class SuffixIndex:
         alike = continuations.count(text[where])
         support = SHARED if alike > 1 else LONE if alike == len(continuations) else CONTESTED
         return Match(longest, where, support)
-
-
-def texts_of(tokens: Sequence[int]) -> list[list[int]]:
-    """The texts between separators, the oldest first, which may lack its beginning."""
-    return [list(text) for is_end, text in groupby(tokens, lambda token: token == SEPARATOR) if not is_end]

@@ -10,9 +10,8 @@ import torch
 from typing_extensions import Self
 
 from ...batch import Draft, Text
-from ...errors import SettingError, UnsupportedOptionError
+from ...errors import SettingError
 from ...learned.saving import register
-from ...model.anatomy import Anatomy
 from ...model.attention.interface import MaskSpec, at_positions
 from ...model.cache.speculative_cache import SpeculativeCache
 from ...model.forward_pass import ForwardPass
@@ -24,7 +23,7 @@ from ...modules.mtp import MtpHead
 from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
-from ..source import Drafter, FindChoice, FittedSource, Session
+from ..source import Drafter, FittedSource, Session
 from ..states import StatesDraft, picked
 from ..stop import ProductThreshold
 
@@ -74,13 +73,6 @@ class MTP(FittedSource[MtpHead]):
                 of another model is refused by ``generate``.
         """
         return cls(load_eagle3(checkpoint, state_layers))
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> MtpHead:
-        if self.head is None:
-            raise UnsupportedOptionError(
-                f"{anatomy.model_name}'s own MTP layers need no export: engines read them from its checkpoint."
-            )
-        return self.module
 
     def start(self, session: Session) -> Drafter:
         head = shipped_mtp(session.target.model) if self.head is None else self.module

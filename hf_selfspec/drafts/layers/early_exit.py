@@ -17,7 +17,7 @@ from ...modules.draft_module import DraftModule
 from ...modules.reduced_head import ReducedHead
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
 from ..controller import LEAST_SPEEDUP, ArmStats, Measurements
-from ..source import Drafter, DraftSource, FindChoice, FittedSource, Session, chosen_plan
+from ..source import Drafter, DraftSource, FittedSource, Session
 from ..stop import FixedLength
 from .partial import PlanDrafter
 
@@ -124,15 +124,6 @@ class EarlyExit(FittedSource[ReducedHead]):
             return None
         check_exit("EarlyExit", "layer", self.layer, anatomy.num_layers, anatomy.model_name)
         return LayerPlan.early_exit(anatomy.num_layers, self.layer)
-
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan:
-        if self.head is not None:
-            raise SettingError(
-                f"{self!r} drafts with some rows of the head, but a checkpoint has all of them. Export the same draft "
-                "without `head`; engines that reduce the head themselves take a list of tokens (SGLang: "
-                "--speculative-token-map)."
-            )
-        return self.plan(anatomy) or chosen_plan(self, find_choice(ExitChoice), anatomy)
 
     def arms(self, anatomy: Anatomy) -> Sequence[DraftSource]:
         if self.layer is not None:

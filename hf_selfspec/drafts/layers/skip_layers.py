@@ -14,10 +14,10 @@ from ...model.forward_pass import ForwardPass
 from ...model.layout import TreeLayout
 from ...model.plan import LayerPlan, check_plan
 from ...model.transfer import read, upload
-from ...search.skip_search import OnTheFlySearch, SkipChoice, SkipSearch, SkipSpace, usual_ratio
+from ...search.skip_search import OnTheFlySearch, SkipSearch, SkipSpace, usual_ratio
 from ...stats import GenerationStats
 from ...validation import MOST_LAYERS, check_count, check_share
-from ..source import Drafter, DraftSource, FindChoice, Session, chosen_plan
+from ..source import Drafter, DraftSource, Session
 from ..stop import ConfidenceThreshold
 from .partial import PlanDrafter
 
@@ -124,11 +124,6 @@ class SkipLayers(DraftSource):
                 ignore_numbers=True,
             )
 
-    def blocks(self, anatomy: Anatomy, find_choice: FindChoice) -> LayerPlan:
-        if self.search is None:
-            return self.plan(anatomy)
-        return chosen_plan(self, find_choice(SkipChoice), anatomy)
-
     def start(self, session: Session) -> Drafter:
         plan = self.plan(session.anatomy)
         if self.search is not None and session.takes_trees:
@@ -180,7 +175,6 @@ class SearchingDraft(PlanDrafter):
         self._use_best()
 
     def _use_best(self) -> None:
-        self.needs_ended_rows = not self.search.is_over
         self.plan = self.variant = self.search.best
 
     def _try(self, text: Text) -> None:
