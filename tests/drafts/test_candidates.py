@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import candidate_generator as theirs
-from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from helpers.calls import LastSeen
 from helpers.models import BATCH, ROW, tiny_llama
@@ -85,17 +85,6 @@ def test_a_generator_that_cannot_be_copied(fresh_llama: LlamaForCausalLM) -> Non
         fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=spec)
     assert not forwards
     fresh_llama.generate(**ROW, max_new_tokens=8, assistant=spec)
-
-
-def test_prompt_lookup_keeps_nothing_so_one_serves_all_rows(fresh_llama: LlamaForCausalLM) -> None:
-    generator = PromptLookupCandidateGenerator(num_output_tokens=4, max_length=200)
-    assert len({id(one) for one in one_for_each_row(generator, 3)}) == 1
-    before = dict(vars(generator))
-    spec = SelfSpec(draft=generator)
-    plain = fresh_llama.generate(**BATCH, max_new_tokens=40)
-    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=40, assistant=spec), plain)
-    assert spec.stats.accepted > 0
-    assert vars(generator) == before
 
 
 NEEDY = [

@@ -47,11 +47,6 @@ ROW, BATCH = repetitive(), repetitive((14, 9, 11))
 INPUTS = {"one row": ROW, "ragged batch": BATCH}
 
 
-@pytest.fixture(params=["lookup", "exit"])
-def spec(request: pytest.FixtureRequest) -> SelfSpec:
-    return SPECS[request.param]()
-
-
 def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any) -> tuple[Any, Any]:
     """What speculative and plain ``generate`` return. The text is generated a second time, found in the store."""
     options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0} | options
@@ -62,14 +57,15 @@ def both(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **options: Any)
     return ours, plain
 
 
+@pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("placeholder", [VOCABULARY, -100])
-def test_ids_of_embedded_prompts_may_be_anything(llama: LlamaForCausalLM, spec: SelfSpec, placeholder: int) -> None:
+def test_ids_of_embedded_prompts_may_be_anything(llama: LlamaForCausalLM, kind: str, placeholder: int) -> None:
     """A placeholder for which the model has no embedding is not drafted where the text before it occurs again."""
     embeds = llama.get_input_embeddings()(ROW["input_ids"])
     first = new_tokens(llama, ROW, max_new_tokens=1)[0]
     ids = ROW["input_ids"].clone()
     ids[0, :4] = torch.tensor([*ids[0, -2:], *first, placeholder])
-    ours, plain = both(llama, spec, {"input_ids": ids, "inputs_embeds": embeds})
+    ours, plain = both(llama, SPECS[kind](), {"input_ids": ids, "inputs_embeds": embeds})
     assert torch.equal(ours, plain)
 
 
@@ -91,17 +87,18 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str) -> None:
 
 def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM) -> None:
     """Around a layer draft too, whose own tokens always count."""
-
-    def drafts_of(spec: SelfSpec) -> list[Draft]:
-        found: list[Draft] = []
-        ours, plain = both(llama, replace(spec, draft=drafts_into(found, spec.draft)), ROW)
-        assert torch.equal(ours, plain)
-        return found
-
     layers = SelfSpec(Cascade([Lookup(max_nodes=5), EarlyExit(3)]), FixedLength(2))
-    for spec, most in ((SelfSpec(Lookup(max_nodes=5)), 5), (layers, 5), (replace(layers, stop=FixedLength(7)), 7)):
-        assert max(draft.size for draft in drafts_of(spec)) == most
-    assert max(max(draft.lengths) for draft in drafts_of(SelfSpec(Lookup(), max_draft=2))) == 2
+    for spec, size, depth in (
+        (SelfSpec(Lookup(max_nodes=5)), 5, 5),
+        (layers, 5, 5),
+        (replace(layers, stop=FixedLength(7)), 7, 7),
+        (SelfSpec(Lookup(), max_draft=2), 31, 2),
+    ):
+        drafts: list[Draft] = []
+        ours, plain = both(llama, replace(spec, draft=drafts_into(drafts, spec.draft)), ROW)
+        assert torch.equal(ours, plain)
+        assert max(draft.size for draft in drafts) <= size
+        assert max(max(draft.lengths) for draft in drafts) <= depth
 
 
 def test_logits_take_no_more_than_64_mib() -> None:
@@ -127,31 +124,25 @@ OTHERS: dict[str, Callable[[], SelfSpec]] = {
 @pytest.mark.parametrize("shape", INPUTS)
 def test_drafts_after_free_rounds(shape: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second round is free. What the other source drafts after them is what it would draft alone there."""
-    inputs, settings = INPUTS[shape], OTHERS[name]()
+    inputs, alone = INPUTS[shape], OTHERS[name]()
     turns = iter(range(1 << 30))
-    speedups = (math.inf, 1.0)
-    monkeypatch.setattr(ArmStats, "speedup", lambda self, promised: speedups[next(turns) % 2])
-    seen: dict[str, dict[tuple[int, int], int]] = {"alone": {}, "cascade": {}}
-    now, drafts = "alone", list[Draft]()
+    monkeypatch.setattr(ArmStats, "speedup", lambda self, promised: (math.inf, 1.0)[next(turns) % 2])
+    seen: list[dict[tuple[int, int], int]] = [{}, {}]
+    plain, drafts = DEEP.generate(**inputs, max_new_tokens=26, do_sample=False), list[Draft]()
 
     def see(text: Text, draft: Draft) -> None:
         for row, length in enumerate(draft.lengths):
             if length:
-                seen[now][row, text.lengths[row]] = int(draft.tokens[row, 0])
+                seen[bool(drafts)][row, text.lengths[row]] = int(draft.tokens[row, 0])
 
-    alone = replace(settings, draft=watched(settings.draft, see))
-    options = {"max_new_tokens": 26, "do_sample": False}
-    plain = DEEP.generate(**inputs, **options)
-    single = replace(alone, stop=FixedLength(1), tree=None)
-    assert torch.equal(DEEP.generate(**inputs, **options, assistant=single), plain)
-    now = "cascade"
-    spec = replace(alone, draft=drafts_into(drafts, Cascade([Lookup(stored_tokens=0), alone.draft])))
-    for _ in range(2):
-        assert torch.equal(DEEP.generate(**inputs, **options, assistant=spec), plain)
-    assert len(seen["cascade"]) < sum(count > 0 for draft in drafts for count in draft.lengths)
-    common = seen["alone"].keys() & seen["cascade"].keys()
+    source = watched(alone.draft, see)
+    cascade = replace(alone, draft=drafts_into(drafts, Cascade([Lookup(stored_tokens=0), source])))
+    for spec in (replace(alone, draft=source, stop=FixedLength(1), tree=None), cascade, cascade):
+        assert torch.equal(DEEP.generate(**inputs, max_new_tokens=26, do_sample=False, assistant=spec), plain)
+    assert len(seen[1]) < sum(count > 0 for draft in drafts for count in draft.lengths)
+    common = seen[0].keys() & seen[1].keys()
     assert len(common) > 3
-    assert all(seen["alone"][place] == seen["cascade"][place] for place in common)
+    assert all(seen[0][place] == seen[1][place] for place in common)
 
 
 def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
@@ -169,11 +160,11 @@ def test_a_second_adapter_is_left_out(tmp_path: Path) -> None:
 def test_the_most_likely_tokens_and_their_probabilities(nodes: int, vocabulary: int) -> None:
     logits = torch.randn(2, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
     shares, tokens = logits.softmax(-1).topk(min(8, vocabulary), dim=-1)
+    # Beyond eight pieces of a vocabulary the sum is an estimate; these logits are as spread out as they can be.
+    most = 1.00001 if vocabulary <= 512 else 1.5
     for row in range(2):
-        found, estimated = map(torch.from_numpy, Tops(Logits(logits)).of(row))
-        assert torch.equal(found, tokens[row])
-        # Beyond eight pieces of a vocabulary the sum is an estimate; these logits are as spread out as they can be.
-        most = 1.00001 if vocabulary <= 512 else 1.5
+        likeliest, estimated = map(torch.from_numpy, Tops(Logits(logits)).of(row))
+        assert torch.equal(likeliest, tokens[row])
         assert (estimated / shares[row]).log().abs().max() < math.log(most)
 
 

@@ -1,6 +1,5 @@
 """Calls that search while they generate: their tokens, what their trials see, what drafts meanwhile and afterwards."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +117,6 @@ def test_models_that_cannot_look_beside_their_text() -> None:
     with pytest.warns(UserWarning, match="so there is no search for blocks to skip"):
         generated(model, prompt(), 20, assistant=spec)
     assert spec._knowledge.latest(model) is None
-
-
-@pytest.mark.usefixtures("no_warnings_yet")
-def test_windows_longer_than_texts() -> None:
-    """There is one warning, whatever their length."""
-    model, spec = tiny_llama(), SelfSpec(SkipLayers(search=OnTheFlySearch(20, budget=1.0), ratio=0.4))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for tokens in (20, 19):
-            generated(model, prompt(), tokens, assistant=spec)
-    assert [str(warning.message)[:50] for warning in told] == ["OnTheFlySearch(context_window=20) is longer than t"]
-    assert search_of(spec, model).history == []
-    generated(model, prompt(), 30, assistant=spec)
-    assert search_of(spec, model).history
 
 
 def test_no_call_spends_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

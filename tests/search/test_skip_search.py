@@ -143,6 +143,8 @@ def test_skip_space() -> None:
     assert all(space.plan(space.places(plan)) == plan for plan in drawn)
     assert {len(space.places(plan)) for plan in drawn} == {2}
     assert set().union(*map(space.places, drawn)) == set(range(8))
+    papers = {7: 0.4, 13: 0.45, 34: 0.5, 70: 0.5}
+    assert {billions: usual_ratio(int(billions * 1e9)) for billions in papers} == papers
 
 
 def test_skip_space_of_shared_keys() -> None:
@@ -150,8 +152,3 @@ def test_skip_space_of_shared_keys() -> None:
     anatomy = Anatomy.of(build("gemma3n_text"))
     assert anatomy.kv_sources == {1, 2}
     assert SkipSpace.of(anatomy).blocks == ((1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp"))
-
-
-@pytest.mark.parametrize(("billions", "ratio"), [(7, 0.4), (13, 0.45), (34, 0.5), (70, 0.5)])
-def test_the_papers_ratios(billions: int, ratio: float) -> None:
-    assert usual_ratio(int(billions * 1e9)) == ratio
