@@ -52,7 +52,7 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     if isinstance(head, (MtpHead, BlockHead)):
         head.read_layers(inner)
     head.check(lambda: Fingerprint.of_decoder(inner))
-    source.check(Anatomy.of(inner), None)
+    source.check(Anatomy.of(inner))
     attach(inner, head)
     return head
 

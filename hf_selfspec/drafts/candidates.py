@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..batch import Draft, Text, Verdict
 from ..errors import SettingError, UnsupportedOptionError
@@ -38,8 +38,8 @@ class Candidates(DraftSource):
 
 def one_for_each_row(generator: CandidateGenerator, rows: int) -> list[CandidateGenerator]:
     """A generator for each row of a batch: ``generator`` itself, then deep copies that share its modules."""
-    if rows == 1 or type(generator) is PromptLookupCandidateGenerator:
-        return [generator] * rows
+    if rows == 1:
+        return [generator]
     held = getattr(generator, "__dict__", {}).values()
     modules = {id(module): module for module in held if isinstance(module, nn.Module)}
     try:

@@ -65,7 +65,7 @@ class Cascade(DraftSource):
             try:
                 if session.is_synced:
                     source.check_synced()
-                source.check(session.anatomy, session.max_new)
+                source.check(session.anatomy)
                 for arm in source.arms(session.anatomy):
                     others[repr(arm)] = arm.start(replace(session, name=repr(arm)))
             except SelfSpecError as error:

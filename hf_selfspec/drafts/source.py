@@ -85,7 +85,6 @@ class Session:
         stop, tree, max_draft: see :class:`SelfSpec`; ``None`` for the source's own choice.
         eos_tokens: ids that end a row.
         new_tokens: number of tokens for which slots are reserved at first.
-        max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
         name: that of the source in a cascade, under which it learns; empty where no other drafts where it does not.
@@ -99,7 +98,6 @@ class Session:
     max_draft: int
     eos_tokens: frozenset[int]
     new_tokens: int
-    max_new: int | None
     knowledge: KnowledgeOfCall
     is_synced: bool = False
     name: str = ""
@@ -197,12 +195,8 @@ class DraftSource:
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method `start(session) -> Drafter`")
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         """Checks what can be checked before prompts are laid out; by default nothing.
-
-        Args:
-            anatomy: the parts of the model.
-            max_new: maximum number of tokens that the call can generate, ``None`` if unlimited.
 
         Raises:
             SelfSpecError: the source cannot draft for this model or call.

@@ -138,7 +138,7 @@ def _check(call: Call, spec: Settings, knowledge: KnowledgeOfCall) -> None:
     check_call(call.anatomy, call.model, call.input_ids, call.model_kwargs)
     if call.synced_gpus:
         source.check_synced()
-    source.check(call.anatomy, call.max_new)
+    source.check(call.anatomy)
 
 
 def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
@@ -197,7 +197,6 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         max_draft=spec.max_draft,
         eos_tokens=stopper.eos_tokens,
         new_tokens=new_tokens,
-        max_new=call.max_new,
         knowledge=knowledge,
         is_synced=call.synced_gpus,
         constraint=Constraint(scorer.grammars, stopper.eos_tokens),

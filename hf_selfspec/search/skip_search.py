@@ -32,7 +32,7 @@ class OnTheFlySearch:
     is accepted than when the search had ended, it begins again (SWIFT, Figure 7).
 
     Args:
-        context_window: number of generated tokens on which a set is tried (γ).
+        context_window: number of generated tokens on which a set is tried (γ); shorter texts are not searched on.
         max_steps: maximum number of sets to try (S).
         bayes_interval: Bayesian optimisation proposes one of this many sets; the others are random (β).
         patience: number of sets without a better one after which the search ends.

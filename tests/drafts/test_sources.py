@@ -252,7 +252,7 @@ class Picky(DraftSource):
 
     when: str
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         if self.when == "check":
             raise UnsupportedModelError(f"{anatomy.model_name} is not picked.")
 

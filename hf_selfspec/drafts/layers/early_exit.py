@@ -73,7 +73,7 @@ class FittedExit(FittedSource[_M]):
         """The blocks that run for this model."""
         raise NotImplementedError
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         self.plan(anatomy)
 
     def exit_at(self, layer: int, anatomy: Anatomy) -> LayerPlan:
@@ -115,7 +115,7 @@ class EarlyExit(FittedSource[ReducedHead]):
     def __repr__(self) -> str:
         return f"EarlyExit(layer={self.layer}{'' if self.head is None else f', head={self.head!r}'})"
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         self.plan(anatomy)
 
     def plan(self, anatomy: Anatomy) -> LayerPlan | None:

@@ -27,7 +27,7 @@ class Quantized(DraftSource):
     as they are: rows have to be multiples of 16, columns of 32.
     """
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         if why := why_not(anatomy):
             raise UnsupportedModelError(f"{anatomy.model_name} cannot draft in four bits: {why}")
 

@@ -112,17 +112,8 @@ class SkipLayers(DraftSource):
         check_plan(plan, anatomy)
         return plan
 
-    def check(self, anatomy: Anatomy, max_new: int | None) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         self.plan(anatomy)
-        if self.search is None:
-            return
-        window = self.search.context_window
-        if max_new is not None and max_new <= window:
-            warn_once(
-                f"OnTheFlySearch(context_window={window}) is longer than texts of {max_new} new tokens: no set of "
-                "blocks is tried on them. Generate more, or give a shorter window.",
-                ignore_numbers=True,
-            )
 
     def start(self, session: Session) -> Drafter:
         plan = self.plan(session.anatomy)
