@@ -260,6 +260,7 @@ class Picky(DraftSource):
         raise UnsupportedModelError(f"{session.anatomy.model_name} is not picked.")
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("when", ["check", "start"])
 def test_a_source_that_refuses_a_model(when: str, fresh_llama: LlamaForCausalLM) -> None:
     llama, forwards = fresh_llama, list[Any]()

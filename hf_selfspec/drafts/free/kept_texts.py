@@ -65,16 +65,14 @@ class LookupFindings(Findings):
         new = None
         for start in range(0, len(text), LONGEST_MATCH):
             piece = tuple(text[start : start + LONGEST_MATCH])
-            if new is None and not (piece in pieces or self._is_stored(piece)):
+            match = self.store.match(piece) if new is None else None
+            is_stored = match is not None and match.length == LONGEST_MATCH
+            if new is None and not (piece in pieces or is_stored):
                 # The rest is stored with the tokens before it, by which it is found.
                 new = max(0, start - LONGEST_MATCH)
             if len(piece) == LONGEST_MATCH:
                 pieces.add(piece)
         return () if new is None else text[new:]
-
-    def _is_stored(self, piece: Sequence[int]) -> bool:
-        match = self.store.match(piece)
-        return match is not None and match.length == LONGEST_MATCH
 
     def forget(self) -> None:
         with self._adding, self.lock:
