@@ -135,11 +135,9 @@ REFUSED: dict[str, str] = {
     "empty": '{"prompt": ""}',
     "no tokens asked for": '{"prompt": "x", "max_new_tokens": 0}',
     "not a number": '{"prompt": "x", "max_new_tokens": NaN}',
-    "too many tokens": '{"prompt": "x", "max_new_tokens": 65}',
     "too long a prompt": json.dumps({"prompt": "x y " * 16}),
     "too many characters": json.dumps({"prompt": "x" * 10_000}),
     "more than the model's positions": json.dumps({"prompt": "x y " * 4, "max_new_tokens": 60}),
-    "lone surrogate": '{"prompt": "x\\ud800"}',
     "lone surrogate in a name": '{"prompt": "x", "user": "\\udc00"}',
 }
 
@@ -178,8 +176,7 @@ def test_the_server_of_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     httpx = library("httpx")
-    for name in ("fastapi", "uvicorn", "openai"):
-        library(name)
+    uvicorn, _, _ = (library(name) for name in ("uvicorn", "fastapi", "openai"))
     cli = pytest.importorskip("transformers.cli.serve", reason="this version of transformers has no `serve`")
     from transformers.cli.serving.model_manager import ModelManager
 
@@ -187,7 +184,7 @@ def test_the_server_of_transformers(
     monkeypatch.setattr(ModelManager, "load_model_and_processor", ModelManager.load_model_and_processor)
     example = importlib.import_module("openai_server")
     with monkeypatch.context() as patch:
-        patch.setattr(library("uvicorn").Server, "run", lambda self: None)  # until it is interrupted
+        patch.setattr(uvicorn.Server, "run", lambda self: None)  # until it is interrupted
         app = cli.Serve(chat_model, device="cpu", dtype="float32").server.config.app
     body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": TOKENS, "temperature": 0}
     with running(app) as address:

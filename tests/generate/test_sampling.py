@@ -13,24 +13,16 @@ from helpers.captured import Traced
 from helpers.sampling import (
     OPTIONS,
     SAMPLES,
-    SIGNIFICANCE,
     SPECS,
     VOCABULARY,
-    Choice,
-    accepts_everything,
     check_exact,
-    does_not_take_siblings_out_of_q,
-    draws_from_p_after_a_rejection,
     exact_joint,
     llama,
-    p_value,
     sample,
 )
 from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft
 from hf_selfspec.drafts.controller import Controller
-from hf_selfspec.generate import walk
-from hf_selfspec.generate.walk import choose_sampled
 from hf_selfspec.model.graphs.model_graphs import COMPARISONS
 
 # Free drafts, and in turns with another source; few nodes, so that not every token of the tiny vocabulary is named.
@@ -116,27 +108,3 @@ class Bigrams(CandidateGenerator):
 def test_joint_distribution_with_a_candidate_generator(every: int) -> None:
     sampled = sample(SelfSpec(draft=Bigrams(lambda call: call % every == 0)), rows=SAMPLES // 2, top_p=0.9)
     check_exact(sampled, exact_joint(llama(), [TopPLogitsWarper(0.9)]))
-
-
-def asks_with_the_same_p(scores: Any, drafted: list[int], q: Any) -> Choice:
-    for index, token in enumerate(drafted):
-        if choose_sampled(scores, [token], q)[1] is not None:
-            return token, index
-    return choose_sampled(scores, [], None)
-
-
-@pytest.mark.every_run("tree-.*")
-@pytest.mark.machine("verification_is_free")
-@pytest.mark.parametrize(
-    ("spec", "biased"),
-    [
-        ("early exit", draws_from_p_after_a_rejection),
-        ("tree", does_not_take_siblings_out_of_q),
-        ("named", accepts_everything),
-        ("named", asks_with_the_same_p),
-    ],
-)
-def test_biased_rules_are_detected(spec: str, biased: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "choose_sampled", biased)
-    sequences, _ = sample(replace((SPECS | NAMED)[spec]), rows=500, calls=2)
-    assert p_value(sequences, exact_joint(llama(), [])) < SIGNIFICANCE / 100

@@ -185,26 +185,25 @@ def random_skip_set(name: str, model: PreTrainedModel) -> SkipLayers:
     return SkipLayers(attention, mlp)
 
 
+def attributes_of(
+    model: torch.nn.Module, ignored: tuple[str, ...] = ("training", "_is_accelerate_prepared")
+) -> dict[str, Any]:
+    """Every attribute of every module, by default but its mode and accelerate's mark, and how many hooks it has."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found |= {f"{name}.{key}": value for key, value in module.__dict__.items() if key not in ignored}
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs"):
+            found[f"{name}.{kind} (number)"] = len(getattr(module, kind))
+    return found
+
+
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Asserts that every module has the very same attributes, and transformers its own attention, as before."""
-
-    def state() -> tuple[Any, ...]:
-        modules = {name: dict(module.__dict__) for name, module in model.named_modules()}
-        hooks = {
-            name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
-        }
-        registries = [dict(r._local_mapping) for r in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)]
-        return modules, hooks, registries
-
-    modules, hooks, registries = state()
-    assert registries == [{}, {}]
+    before = attributes_of(model, ())
     yield
-    modules_after, hooks_after, registries_after = state()
-    assert registries_after == [{}, {}]
-    assert hooks_after == hooks
-    assert modules_after.keys() == modules.keys()
-    for name, attributes in modules.items():
-        assert modules_after[name].keys() == attributes.keys()
-        for key, value in attributes.items():
-            assert modules_after[name][key] is value, f"{name}.{key}"
+    after = attributes_of(model, ())
+    assert after.keys() == before.keys()
+    assert [key for key, value in before.items() if after[key] is not value] == []
+    for registry in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
+        assert registry._local_mapping == {}

@@ -62,3 +62,11 @@ def specs() -> dict[str, SelfSpec]:
         "tree": SelfSpec(EarlyExit(1), THREE, TopKTree(((0.9999, 3), (1.0, 1)))),
         "skips": SelfSpec(SkipLayers([1], [1]), THREE),
     }
+
+
+def attention_with_sums(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output ``[b, k, m, h]``, and the logarithm ``[b, k, m]`` of each sum of exponentiated scores."""
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale) + mask
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)

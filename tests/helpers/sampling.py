@@ -1,7 +1,6 @@
 """Joint distributions of generated tokens: drawn, and by exact enumeration with the whole model."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from hf_selfspec import (
     SkipLayers,
     TopKTree,
 )
-from hf_selfspec.generate.walk import choose_sampled
 
 VOCABULARY = 5
 
@@ -135,24 +133,3 @@ def check_exact(sampled: tuple[torch.Tensor, float], joint: torch.Tensor) -> Non
     sequences, acceptance_rate = sampled
     assert 0.1 < acceptance_rate < 0.95, "a draft that is nearly always right or wrong tests little"
     assert p_value(sequences, joint) > SIGNIFICANCE
-
-
-Choice = tuple[int, int | None]
-
-
-def accepts_everything(scores: Any, drafted: list[int], *given: Any) -> Choice:
-    return (drafted[0], 0) if drafted else choose_sampled(scores, drafted, *given)
-
-
-def draws_from_p_after_a_rejection(scores: Any, *given: Any) -> Choice:
-    token, index = choose_sampled(scores, *given)
-    return choose_sampled(scores, [], None) if index is None else (token, index)
-
-
-def does_not_take_siblings_out_of_q(scores: Any, drafted: list[int], q: Any) -> Choice:
-    for index, token in enumerate(drafted):
-        chosen, accepted = choose_sampled(scores, [token], q)
-        if accepted is not None:
-            return chosen, index
-        scores = (scores.softmax(-1) - q).clamp(min=0.0).log()
-    return choose_sampled(scores, [], None)

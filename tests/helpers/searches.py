@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_selfspec import SelfSpec
+from hf_selfspec import OnTheFlySearch, SelfSpec
 from hf_selfspec.batch import Text
 from hf_selfspec.generate import decoder
 from hf_selfspec.model import module_tools
@@ -85,6 +86,34 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor, lengths: tuple[int, ...
         target.prefill(ids[:, :-1], [0] * len(lengths), [length - 1 for length in lengths])
     target.roots = text.last_slots()
     return target, text
+
+
+# Findings that last ------------------------------------------------------------------------------------------------
+
+FILE = "selfspec.json"
+LAYERS = 6
+
+SEARCHES = {
+    "begun": SelfSpec.swift(search=OnTheFlySearch(8, bayes_interval=4, target_matchness=1.0, budget=1.0)),
+    "over": SelfSpec.swift(search=OnTheFlySearch(8, max_steps=3, target_matchness=1.0, budget=1.0)),
+    "ratio given": SelfSpec.swift(0.3, OnTheFlySearch(8, max_steps=6, budget=1.0)),
+}
+
+
+def assert_lossless(model: Any, spec: SelfSpec, tokens: int = 12, rows: int = 1) -> None:
+    ids = prompt(rows)
+    assert torch.equal(generated(model, ids, tokens, assistant=spec), generated(model, ids, tokens))
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert all("forward" not in module.__dict__ for module in inner.modules())
+
+
+def begins_with(model: Any, spec: SelfSpec, rows: int = 1) -> tuple[Any, str]:
+    """What a call drafts with before it has learned anything, and whether it goes on searching."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the text is too short for a search
+        generated(model, prompt(rows), 2, assistant=spec)
+    assert spec.stats is not None
+    return spec.choice(model), spec.stats.phase
 
 
 # Without a model, in a space of ten layers ---------------------------------------------------------------------------

@@ -18,9 +18,10 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import python
+from helpers.searches import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, prompt
+from helpers.searches import generated as generate
 from hf_selfspec import Cascade, EarlyExit, GenerationStats, Lookup, SelfSpec, SettingError, errors
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
 from hf_selfspec.drafts.free.suffix import SEPARATOR

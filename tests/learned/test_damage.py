@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.findings import generate, prompt
 from helpers.models import VOCABULARY, tiny_llama
+from helpers.searches import generated as generate
+from helpers.searches import prompt
 from hf_selfspec import (
     Adapter,
     Cascade,

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
-from helpers.findings import LAYERS, SEARCHES, generate, prompt
 from helpers.models import ragged_batch, tiny_llama
+from helpers.searches import LAYERS, SEARCHES, prompt
+from helpers.searches import generated as generate
 from hf_selfspec import Cascade, Lookup, SelfSpec
 from hf_selfspec.drafts.controlled import ControlledDrafter
 from hf_selfspec.drafts.free.kept_texts import LookupFindings

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from helpers.findings import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, fresh, generate, prompt
 from helpers.models import tiny_gpt2, tiny_llama
+from helpers.searches import FILE, LAYERS, SEARCHES, assert_lossless, begins_with, prompt
+from helpers.searches import generated as generate
 from hf_selfspec import Adapter, EarlyExitAdapter, LinearProbe, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.drafts import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.drafts.stop import AdaptiveThreshold, ConfidenceThreshold, FixedLength, ProductThreshold
@@ -53,7 +55,7 @@ def test_settings_come_back(tmp_path: Path) -> None:
 
 def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Also after a pickle of what was loaded."""
-    spec = fresh(SEARCHES["begun"])
+    spec = replace(SEARCHES["begun"])
     generate(llama, prompt(), 24, assistant=spec)
     spec.save_pretrained(tmp_path)
     loaded, found = SelfSpec.from_pretrained(tmp_path), spec._knowledge.latest(llama)
@@ -66,7 +68,7 @@ def test_a_search_goes_on_where_it_was(llama: PreTrainedModel, tmp_path: Path) -
 
 def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -> None:
     """One that was not made since stays; one that was not met yet begins with the set of another."""
-    spec, kinds = fresh(SEARCHES["over"]), ({}, {"do_sample": True})
+    spec, kinds = replace(SEARCHES["over"]), ({}, {"do_sample": True})
     choices = []
     for options in kinds:
         torch.manual_seed(0)
@@ -85,7 +87,7 @@ def test_kinds_of_calls_are_kept_apart(llama: PreTrainedModel, tmp_path: Path) -
 
 
 def test_findings_are_of_one_model(llama: PreTrainedModel, tmp_path: Path) -> None:
-    spec, small = fresh(SEARCHES["over"]), tiny_llama(4)
+    spec, small = replace(SEARCHES["over"]), tiny_llama(4)
     for model in (llama, small):
         generate(model, prompt(), 20, assistant=spec)
     with pytest.raises(SettingError, match=r"save_pretrained: this SelfSpec has drafted for 2 models.*`model`"):

@@ -14,9 +14,9 @@ from transformers import DynamicCache, LlamaForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from helpers.calls import PAST
+from helpers.captured import attention_with_sums
 from helpers.machine import Machine
 from helpers.models import BATCH, ROW, ragged_batch
-from helpers.split import attention_with_sums
 from hf_selfspec import Adapter, EarlyExit, EarlyExitAdapter, FixedLength, SelfSpec, TopKTree
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.model.attention import interface as attention

@@ -26,11 +26,10 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 
 from helpers.architectures import ARCHITECTURES, STATEFUL, build
 from helpers.calls import check_lossless, random_skip_set
-from helpers.captured import THREE, Traced, few_layers, same_ids, specs
+from helpers.captured import THREE, Traced, attention_with_sums, few_layers, same_ids, specs
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
-from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, Lookup, SelfSpec
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.attention import interface as attention

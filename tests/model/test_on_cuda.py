@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers.captured import attention_with_sums
 from helpers.models import ragged_batch, tiny_llama
-from helpers.split import attention_with_sums
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model import transfer

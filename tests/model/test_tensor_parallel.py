@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.distributed_tensor_parallel import OPTIONS, SPECS
+from helpers.distributed import DRAWN, SPECS
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import in_two_processes
 
@@ -21,7 +21,7 @@ FREE = ("lookup", "default")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_llama(layers=4, factor=0.1).save_pretrained(folder / "model")
-    in_two_processes("distributed_tensor_parallel.py", folder)
+    in_two_processes("distributed.py", "tensor_parallel", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -29,7 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ids_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     model = tiny_llama(layers=4, factor=0.1)
     for rows, (ids, _) in zip(((9, 5), (9,)), ranks[0][f"{name}, False"], strict=True):
-        assert ids == model.generate(**ragged_batch(rows), **OPTIONS, do_sample=False).tolist()
+        assert ids == model.generate(**ragged_batch(rows), **DRAWN, do_sample=False).tolist()
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

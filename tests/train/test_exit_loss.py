@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.architectures import build
-from helpers.distributed_training import LAYERS, VOCABULARY, WIDTH, exits, rows, tiny, weights
+from helpers.distributed import LAYERS, VOCABULARY, WIDTH, exits, rows, tiny, weights
 from helpers.train.by_hand import (
     ALL,
     ByHand,

@@ -132,9 +132,9 @@ def test_a_fit_of_a_probe_learns_acceptance(tmp_path: Path, do_sample: bool) -> 
 @pytest.mark.filterwarnings("ignore:.*reach none of the accuracies:UserWarning", "ignore:this MTP head does not pay")
 def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     """The same parts on both ranks, which are those of one process with batches twice as large."""
-    from helpers.distributed_fitting import fit_all
+    from helpers.distributed import fit_all
 
-    in_two_processes("distributed_fitting.py", tmp_path)
+    in_two_processes("distributed.py", "fits", tmp_path)
     first, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
     begun = fit_all(arguments(tmp_path, max_steps=1, learning_rate=1e-9, seed=3))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from helpers.distributed_training import LAYERS, WIDTH, Row, RowsSeen, exits, rows, tiny, weights
+from helpers.distributed import LAYERS, WIDTH, Row, RowsSeen, exits, rows, tiny, weights
 from helpers.train.by_hand import (
     SEED,
     ByHand,

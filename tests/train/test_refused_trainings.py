@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 import hf_selfspec
 from helpers.architectures import build
-from helpers.distributed_training import WIDTH, exits, rows, tiny, trainer, weights
+from helpers.distributed import WIDTH, exits, rows, tiny, trainer, weights
 from helpers.processes import library
 from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal, left_as_it_was, stacked
 from hf_selfspec import (

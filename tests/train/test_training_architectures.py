@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, NO_EXITS, SHARING, build
-from helpers.distributed_training import rows_put_back
+from helpers.distributed import rows_put_back
 from helpers.train.by_hand import stays
 from hf_selfspec import EarlyExitLoss, LayerDropout
 from hf_selfspec.model.anatomy import Anatomy

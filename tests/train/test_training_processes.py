@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 
 from helpers.architectures import build
 from helpers.calls import PAST
-from helpers.distributed_rollouts import CALLS, OPTIONS, train_once
-from helpers.distributed_training import CASES, WRAPPERS, tiny, trainer, weights
+from helpers.distributed import CALLS, CASES, OPTIONS, WRAPPERS, tiny, train_once, trainer, weights
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import in_two_processes
 from helpers.train.by_hand import ByHand, assert_close, assert_equal, history, rotational_shares, stays
@@ -29,7 +28,7 @@ Results = dict[tuple[str, str, int], dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two processes found, by wrapper, case and rank; both wrappers in one launch, for its start takes longest."""
     folder = tmp_path_factory.mktemp("distributed")
-    in_two_processes("distributed_training.py", folder)
+    in_two_processes("distributed.py", "trainings", folder)
     keys = [(wrapper, case, rank) for wrapper in WRAPPERS for case in CASES for rank in (0, 1)]
     return {(wrapper, case, rank): torch.load(folder / f"{wrapper}-{case}-{rank}.pt") for wrapper, case, rank in keys}
 
@@ -69,7 +68,7 @@ def test_trainings(results: Results, tmp_path: Path, wrapper: str, case: str) ->
 def test_rollouts_of_sharded_weights(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, factor=0.5)
     model.save_pretrained(tmp_path / "model")
-    in_two_processes("distributed_rollouts.py", tmp_path)
+    in_two_processes("distributed.py", "rollouts", tmp_path)
     of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for moment in ("before", "after"):
         for (lengths, new), of_rank in zip(CALLS, of_ranks, strict=True):

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
-from helpers.distributed_training import CHECKPOINTING, LAYERS, exits, rows, tiny, trainer, weights
+from helpers.distributed import CHECKPOINTING, LAYERS, exits, rows, tiny, trainer, weights
 from helpers.processes import peft_calls_old_name
 from helpers.train.by_hand import (
     ALL,

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from helpers.distributed_training import Row, exits, rows, rows_put_back, tiny, trainer, weights
+from helpers.calls import attributes_of
+from helpers.distributed import Row, exits, rows, rows_put_back, tiny, trainer, weights
 from hf_selfspec import LayerDropout
 from hf_selfspec.train.trainer import ModelCallback, TrainingRun
 
@@ -140,17 +141,6 @@ def train(folder: Path, callbacks: Sequence[TrainerCallback], model: Any = None,
     run = trainer(tiny() if model is None else model, callbacks, folder, **options)
     run.train()
     return run
-
-
-def attributes_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Every attribute of every module but its mode and accelerate's mark, and how many hooks it has."""
-    found: dict[str, Any] = {}
-    ignored = ("training", "_is_accelerate_prepared")
-    for name, module in model.named_modules():
-        found |= {f"{name}.{key}": value for key, value in module.__dict__.items() if key not in ignored}
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs"):
-            found[f"{name}.{kind} (number)"] = len(getattr(module, kind))
-    return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from helpers import pretend_cuda
-from helpers.distributed_training import rows, tiny
+from helpers.distributed import rows, tiny
 from helpers.pretend_cuda import Pretended, counts, move, pretended
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational

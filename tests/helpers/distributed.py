@@ -1,7 +1,9 @@
-"""Tiny trainings with the stock Trainer; as a script, those that ``torchrun`` starts in several processes."""
+"""Tiny trainings with the stock Trainer; and as a script, by name, what ``torchrun`` starts in several processes."""
 
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +12,42 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from helpers.models import SPECIAL_TOKENS
-from hf_selfspec import EarlyExitLoss, LayerDropout, Rotational
+from helpers.fitted import EXIT, arguments
+from helpers.fitted import rows as rows_to_fit
+from helpers.models import SPECIAL_TOKENS, character_tokenizer, ragged_batch, tiny_llama
+from hf_selfspec import (
+    ConfidenceThreshold,
+    EarlyExitLoss,
+    FixedLength,
+    LayerDropout,
+    OnTheFlySearch,
+    Rotational,
+    SelfSpec,
+    TopKTree,
+    fit_adapter,
+    fit_exit_heads,
+    fit_mtp,
+    fit_probe,
+    tune,
+)
+from hf_selfspec.drafts import EarlyExit, SkipLayers
+from hf_selfspec.errors import UnsupportedModelError
+from hf_selfspec.model import module_tools
+from hf_selfspec.modules.draft_module import DraftModule
+from hf_selfspec.modules.reduced_head import ReducedHead
 from hf_selfspec.train import loss_scale
 
 VOCABULARY, WIDTH, LAYERS = 61, 10, 4
@@ -210,9 +243,138 @@ def run_case(wrapper: str, case: str, folder: Path) -> None:
     torch.save(result, folder / f"{wrapper}-{case}-{run.args.process_index}.pt")
 
 
+def trainings(folder: Path) -> None:
+    for wrapper in WRAPPERS:
+        for case in CASES:
+            run_case(wrapper, case, folder)
+    torch.distributed.destroy_process_group()
+
+
+def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, DraftModule]:
+    """An adapter, heads, a probe and an MTP head, fitted to the same model."""
+    model, tokenizer = tiny_llama(factor=2.0), character_tokenizer()
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adapter": (fit_adapter, {"exit_layer": EXIT}),
+        "heads": (fit_exit_heads, {"num_heads": 2}),
+        "probe": (fit_probe, {"exit_layer": EXIT}),
+        "mtp": (fit_mtp, {"steps": 2}),
+    }
+    found: dict[str, DraftModule] = {}
+    for name, (fit, options) in kinds.items():
+        out = None if folder is None else folder / name
+        found[name] = fit(model, tokenizer, rows_to_fit(43), block_size=32, args=args, output_dir=out, **options)
+    return found
+
+
+def fits(folder: Path) -> None:
+    """Rank 0 keeps what was fitted, every rank its weights."""
+    args = arguments(folder / "trash", per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2, seed=3)
+    weights = {name: part.state_dict() for name, part in fit_all(args, folder).items()}
+    torch.save(weights, folder / f"{args.process_index}.pt")
+
+
+OPTIONS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+# For each process the prompts and how many tokens follow: one process has to wait for the other.
+CALLS = (((9,), 40), ((5, 12), 12))
+
+
+def train_once(model: torch.nn.Module) -> None:
+    """One step of plain gradient descent."""
+    model.train()
+    ids = ragged_batch((16,), seed=7)["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    model.zero_grad()
+    model.eval()
+
+
+def rollouts(folder: Path) -> None:
+    """Notes ids before and after a training step, how much was accepted, and plain generation beside drafts."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    lengths, new = CALLS[rank]
+    call: dict[str, Any] = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "synced_gpus": True}
+    found: dict[str, Any] = {}
+    specs = {"lookup": SelfSpec.lookup(), "default": SelfSpec()}
+    for moment in ("before", "after"):
+        for name, spec in specs.items():
+            ids = model.generate(**call, assistant=spec)
+            found[f"{name}, {moment}"] = [ids.tolist(), spec.stats.accepted]
+        # One row ends early, and its last token takes a forward of its own.
+        uneven = call | {"eos_token_id": list(range(40, 60)), "return_dict_in_generate": True}
+        ids = model.generate(**uneven, assistant=(spec := specs["lookup"])).sequences
+        found[f"uneven, {moment}"] = [ids.tolist(), spec.stats.accepted]  # from what the call before has written
+        # One process with drafts, the other without.
+        ids = model.generate(**call, **({"assistant": specs["lookup"]} if rank else {}))
+        found[f"mixed, {moment}"] = [ids.tolist(), None]
+        train_once(model)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+DRAWN: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
+SPECS = {
+    "exit": lambda: SelfSpec(EarlyExit(2), FixedLength(3)),
+    "confidence": lambda: SelfSpec(EarlyExit(2), ConfidenceThreshold(0.3)),
+    "tree": lambda: SelfSpec(EarlyExit(2), FixedLength(3), TopKTree(((0.6, 2), (1.0, 1)))),
+    "skips": lambda: SelfSpec(SkipLayers([1], [2]), FixedLength(3)),
+    "lookup": SelfSpec.lookup,
+    "default": SelfSpec,
+    "swift": lambda: SelfSpec.swift(search=OnTheFlySearch(8, budget=1.0)),
+}
+
+
+def tensor_parallel(folder: Path) -> None:
+    """Notes for each spec, decoding mode and call the ids and how much was drafted."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
+    rank = torch.distributed.get_rank()
+    if rank:
+        # The clock of one process runs differently; whatever follows from timings must not.
+        module_tools.perf_counter = lambda: 5.0 * time.perf_counter()
+    found: dict[str, Any] = {}
+    for name, make in SPECS.items():
+        for do_sample in (False, True):
+            spec = make()
+            torch.manual_seed(3)
+            found[f"{name}, {do_sample}"] = [
+                [
+                    model.generate(**ragged_batch(rows), **DRAWN, do_sample=do_sample, assistant=spec).tolist(),
+                    [spec.stats.drafted, spec.stats.accepted, spec.stats.plan] if spec.stats is not None else [],
+                ]
+                for rows in ((9, 5), (9,))
+            ]
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        ids = model.generate(**ragged_batch((9,)), **DRAWN, do_sample=True, assistant=SPECS["exit"]())
+        found[f"seed {seed}"] = ids.tolist()
+    readings = []
+    broadcast = torch.distributed.broadcast
+    torch.distributed.broadcast = lambda *given, **named: readings.append(1) or broadcast(*given, **named)
+    spec = SPECS["swift"]()
+    model.generate(**ragged_batch((9,)), **DRAWN | {"max_new_tokens": 60}, assistant=spec)
+    torch.distributed.broadcast = broadcast
+    stats = spec.stats
+    found["readings"] = [len(readings), 1 + stats.rounds + stats.draft_steps]  # and forwards, besides trials
+    head = ReducedHead.of(range(0, 97, 2), 97)
+    for name, call in (
+        ("head", lambda: model.generate(**ragged_batch((9,)), **DRAWN, assistant=SelfSpec(EarlyExit(2, head)))),
+        ("layerskip", lambda: model.generate(**ragged_batch((9,)), **DRAWN, assistant=SelfSpec.layerskip())),
+        ("tune", lambda: tune(model, None, ["a text"])),
+    ):
+        try:
+            call()
+        except UnsupportedModelError as error:
+            found[name] = str(error)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for chosen in WRAPPERS:
-        for name in CASES:
-            run_case(chosen, name, Path(sys.argv[1]))
-    torch.distributed.destroy_process_group()
+    {"trainings": trainings, "fits": fits, "rollouts": rollouts, "tensor_parallel": tensor_parallel}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
