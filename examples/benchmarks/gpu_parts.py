@@ -77,7 +77,8 @@ class Bench:
     def generated(self, texts: Any, **options: Any) -> dict[str, Any]:
         """Figures of a call whose text has to be the known one."""
         (prompt, expected), times, begun = texts, list[float](), self.now()
-        streamer = SimpleNamespace(put=lambda tokens: times.append(perf_counter()), end=lambda: None)
+        watch: dict[str, Any] = {"put": lambda tokens: times.append(perf_counter()), "end": lambda: None}
+        streamer = SimpleNamespace(**watch, is_stateless=True)
         options = {"do_sample": False, "max_new_tokens": expected.shape[1], "streamer": streamer, **options}
         ids = self.known.model.generate(**prompt, **options)[:, prompt["input_ids"].shape[1] :]
         ended = self.now()
