@@ -16,7 +16,7 @@ from helpers.sampling import SAMPLES, check_exact, exact_joint, llama, sample
 from helpers.watched import drafts_into
 from hf_selfspec import EarlyExit, FixedLength, ReducedHead, SelfSpec, fit_reduced_head
 from hf_selfspec.batch import Draft
-from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.model import head
 from hf_selfspec.model.head import HeadRows
 from hf_selfspec.model.linear import FewTokenLinear
@@ -94,7 +94,7 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for wrong, error, words in (
         (lambda: EarlyExit(2, 8192), SettingTypeError, r"EarlyExit\(head\) must be ReducedHead or the path"),
         (lambda: EarlyExit(2, tmp_path / "nowhere"), SettingError, "there is no saved part"),
-        (lambda: reduced.export_draft(tmp_path / "export", tiny_llama()), SettingError, "Export the same draft"),
+        (lambda: reduced.export_draft(tmp_path / "export", tiny_llama()), UnsupportedOptionError, "cannot be exported"),
         (lambda: fit_reduced_head(tiny_llama(), None, [{"input_ids": [97]}]), SettingError, "distinct ids"),
         (lambda: check_lossless(tiny_llama(), far), UnsupportedModelError, "names token 97"),
         (lambda: check_lossless(model, reduced), UnsupportedModelError, "no output head that is a plain linear layer"),
