@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,9 +37,10 @@ def _count(text: str) -> int:
 
 
 def _temperature(text: str) -> float:
-    if not text.replace(".", "", 1).isdecimal():
-        raise argparse.ArgumentTypeError(f"it must be a number of at least 0, got {text!r}")
-    return float(text)
+    with suppress(ValueError):
+        if 0 <= (temperature := float(text)) < math.inf:
+            return temperature
+    raise argparse.ArgumentTypeError(f"it must be a number of at least 0, got {text!r}")
 
 
 def _command(*options: Option) -> Callable[[Callable[[Namespace], int | None]], Callable[[Namespace], int | None]]:

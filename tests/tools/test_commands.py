@@ -219,7 +219,7 @@ def test_generate_prints_the_text_and_one_line_beside_it(
 def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("0", "0", "1"):
-        assert generated("--prompt", "def f(", "--temperature", "1.5", "--seed", seed) == 0
+        assert generated("--prompt", "def f(", "--temperature", "15e-1", "--seed", seed) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
