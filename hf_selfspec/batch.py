@@ -202,12 +202,6 @@ class Draft:
             self._children[row] = children
         return self._children[row][node]
 
-    def parent_lists(self) -> list[list[int]]:
-        """For each row the parents of all nodes, -1 for those that do not count; also of lines."""
-        if self.parents is not None:
-            return self.parents
-        return [[node if node < length else -1 for node in range(self.size)] for length in self.lengths]
-
     def line(self, row: int) -> Collection[int]:
         """The nodes of a row's longest path, of several the one that ends at the first node; others are siblings."""
         if self.parents is None:
