@@ -122,7 +122,7 @@ def serve(prepared: Call, spec: Settings) -> Any:
         if not why:
             decoder = _build(call, spec, knowledge, unseen)
             return _run(prepared, decoder, knowledge)
-    except Exception as error:
+    except Exception as error:  # of any kind: where nothing has begun, plain generate serves the call
         has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
         may_be_the_models = bool(unseen) and not isinstance(error, SelfSpecError)
         if has_begun or not (call.default_of or may_be_the_models):
@@ -266,7 +266,7 @@ def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
             if cache is not None and decoder.keeps_rows:
                 with only_warned("handing back a cache, which is empty now,", partial(empty, cache)):
                     decoder.hand_back(cache)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves the given cache half written
         if decoder.target.cache.was_given:
             empty(cache)
             warn_once("the cache that was given is empty now, since its call ended with an error.")

@@ -54,7 +54,7 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
             if why := why_plain(self):  # whoever chose the SelfSpec
                 raise UnsupportedModelError(why)
             served = _served(self, spec, default_of, named)
-        except Exception as error:
+        except Exception as error:  # of any kind: plain generate serves the call, or raises it itself
             # A SelfSpec that the caller did not choose must not make the call fail, nor may a model of an unknown kind.
             if isinstance(error, SelfSpecError) and not (default_of or why):
                 raise

@@ -33,7 +33,10 @@ def ours_and_plain(model: PreTrainedModel, spec: SelfSpec, inputs: Inputs, **opt
 
 def test_criterion_that_looks_at_scores(llama: LlamaForCausalLM) -> None:
     """Which are recorded with ``output_scores``."""
-    criterion = lambda input_ids, scores, **kwargs: torch.stack(list(scores)).amax(-1).sum(0) > 4.0  # noqa: E731
+
+    def criterion(input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...], **kwargs: Any) -> torch.Tensor:
+        return torch.stack(list(scores)).amax(-1).sum(0) > 4.0
+
     options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": [criterion]}
     ours, plain = ours_and_plain(llama, EXIT, ROW, **options)
     assert 4 < len(plain.scores) < 24

@@ -105,7 +105,7 @@ def pytest_pycollect_makeitem(obj: Any) -> None:
     """Changes each class of test cases before its tests are looked up."""
     if isinstance(obj, type) and hasattr(obj, PREPARE):
         setattr(obj, PREPARE, with_left_padding(getattr(obj, PREPARE)))
-        obj.max_new_tokens = NEW_TOKENS  # type: ignore[attr-defined]
+        obj.max_new_tokens = NEW_TOKENS  # type: ignore[attr-defined]  # of test cases
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

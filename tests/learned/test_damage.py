@@ -66,7 +66,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 # What writes a folder, and what reads it.
 LOADERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "from_pretrained": (kept, use_kept),
-    **{name: (lambda at, make=make: make().save_pretrained(at), type(make()).load) for name, make in PARTS.items()},  # type: ignore[misc]
+    **{name: (lambda at, make=make: make().save_pretrained(at), type(make()).load) for name, make in PARTS.items()},  # type: ignore[misc]  # a default of a lambda
     "load_head": (lambda at: PARTS["MTP head"]().save_pretrained(at), lambda at: load_head(MODEL, at)),
 }
 OTHER_CONTENT = (b"", b"null", b"{}", b"[1]", b'{"format": NaN}', b"\xff\xfe\x00", b"[" * 100_000, b"\0" * 64)

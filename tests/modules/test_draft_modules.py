@@ -51,7 +51,7 @@ PARTS: dict[type[DraftModule], tuple[Callable[[], Any], Callable[[Any], Any], An
     ExitHeads: (lambda: heads_of(MODEL, 0.5), SelfSpec.dssd, DynamicExit),
     LinearProbe: (lambda: LinearProbe(2, 64, True, about={"figures": None}), SelfSpec.adaspeed, None),
     MtpHead: (lambda: MtpHead.of(MODEL), SelfSpec.mtp, MTP),
-    ReducedHead: (lambda: ReducedHead.of(range(9), VOCABULARY), None, None),  # type: ignore[dict-item]
+    ReducedHead: (lambda: ReducedHead.of(range(9), VOCABULARY), None, None),  # type: ignore[dict-item]  # no preset
 }
 
 

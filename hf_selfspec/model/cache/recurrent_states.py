@@ -305,7 +305,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         update: StateUpdate = self._cache.state_update
         key = state_idx, self._calls
         log = self._recurrent.get(key)
-        recurrence: Recurrence = self._recurrence() if log is None else log.of  # type: ignore[misc]
+        recurrence: Recurrence = self._recurrence() if log is None else log.of  # type: ignore[misc]  # a function that is replaced has one
         self._calls += 1
         arguments = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
         length = arguments[recurrence.parameters[0]].shape[recurrence.token_dim]

@@ -112,7 +112,7 @@ class ModelGraphs:
                 graph.run = Captured(function, inputs, self._captures)
         except NoGraphError as error:
             _logger.info(f"{self.whose}: no graph of {name}: {error}.")
-        except BaseException as error:
+        except BaseException as error:  # an interrupt, too, leaves memory that no graph has
             self._captures = None  # its memory may be closed
             if not isinstance(error, Exception):  # an interrupt: the next forward tries it again
                 raise
