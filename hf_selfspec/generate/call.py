@@ -273,7 +273,7 @@ def _run(call: Call, decoder: Decoder, knowledge: KnowledgeOfCall) -> Any:
         raise
     finally:
         decoder.target.cache.free()  # frees memory now, not when Python next looks for reference cycles
-        knowledge.knowledge.write(knowledge.model)
+        knowledge.knowledge.keep(knowledge.model)
     with only_warned("keeping a call's statistics"):
         decoder.stats.promise = _promise(decoder)
         knowledge.knowledge.add_call(decoder.stats)

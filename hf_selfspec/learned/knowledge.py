@@ -7,7 +7,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
@@ -49,25 +49,27 @@ class Findings:
 
 _T = TypeVar("_T")
 
-_with_files: weakref.WeakSet[Knowledge] = weakref.WeakSet()
+# What this process has learned and not written yet, by file; also of models that no longer exist.
+_unwritten: dict[Path, tuple[Knowledge, ModelRecord]] = {}
 
 
 @atexit.register
 def write_all() -> None:
     """Writes what this process has learned and not written yet."""
     until = monotonic() + PATIENCE
-    for knowledge in list(_with_files):
-        for model in knowledge.models:
-            knowledge.write(model, max(until - monotonic(), 0.1))
+    for knowledge, record in list(_unwritten.values()):
+        knowledge.write(record, max(until - monotonic(), 0.1))
 
 
 @dataclass
 class ModelRecord:
     """What was learned about one model, by the names of a kind of calls and of a source; the last one in use last."""
 
+    model: Callable[[], PreTrainedModel | None]  # which it does not keep alive
     learned: dict[str, Any] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None  # at the first use; a model that is being trained keeps it
     kept: Saved | None = None  # what its file held last, also for kinds of calls that were not made since
+    seen: list[tuple[int, int]] | None = None  # its parameters and their versions when it last had that fingerprint
     written: float = -_PAUSE
 
     @property
@@ -101,7 +103,7 @@ class Knowledge:
 
     def record(self, model: PreTrainedModel) -> ModelRecord:
         with self.lock:
-            return self._records.setdefault(model, ModelRecord())
+            return self._records.setdefault(model, ModelRecord(weakref.ref(model)))
 
     def fingerprint(self, model: PreTrainedModel) -> Fingerprint:
         """The fingerprint that the model had at its first use."""
@@ -149,31 +151,46 @@ class Knowledge:
             states = saved.findings | self.record(model).states()  # what was not used yet is kept
             return Saved(settings, Fingerprint.of_decoder(model), states, path)
 
-    def write(self, model: PreTrainedModel, patience: float | None = None) -> None:
-        """Writes what is new about a model, where it is kept on disk, in place of what others have written since.
-
-        A call gives no ``patience``: it leaves what was written lately, or what another process holds, to later ones
-        and to the end of the process.
-        """
+    def keep(self, model: PreTrainedModel) -> None:
+        """Has what a call has learned written, where it is kept on disk: now, or after a later call, or at exit."""
         record = self.record(model)
         kept = record.kept
-        if kept is None or kept.path not in self.files or (patience is None and monotonic() - record.written < _PAUSE):
+        if kept is None or kept.path not in self.files:
             return
+        seen = [(id(each), 0 if each.is_inference() else each._version) for each in model.parameters()]
+        is_due = seen != record.seen or monotonic() - record.written >= _PAUSE
+        record.seen = seen
+        _unwritten[kept.path] = self, record
+        if is_due:
+            self.write(record, 0.0)
+
+    def write(self, record: ModelRecord, patience: float) -> None:
+        """Writes what is new about a model in place of what others have written since, or leaves it to a later time if
+        another process holds the file for longer than ``patience`` seconds."""
         record.written = monotonic()
-        with only_warned(f"keeping findings in {kept.path}"), suppress(TimeoutError):
+        kept, model = cast(Saved, record.kept), record.model()
+        with only_warned(f"keeping findings in {kept.path}"):
             with self.lock:
-                if record.states() == kept.findings:
+                is_new = record.states() != kept.findings
+            if model is not None and Fingerprint.of_decoder(model) != record.fingerprint:
+                record.seen = None  # it is being trained, and a file is for one model
+            elif is_new:
+                try:
+                    self._write(record, kept, patience)
+                except TimeoutError:
                     return
-            if Fingerprint.of_decoder(model) != record.fingerprint:  # it is being trained, and a file is for one model
-                return
-            with _locked(kept.path, patience or 0.0):
-                present = _read(kept.path)
-                stamp = "" if present is None else present.stamp
-                with self.lock:
-                    if kept.stamp not in ("", stamp):
-                        record.forget()  # as others did, who have removed the file
-                    written = replace(kept, findings=record.states(), stamp=stamp or uuid4().hex)
-                saving.write(written)
+        _unwritten.pop(kept.path, None)
+
+    def _write(self, record: ModelRecord, kept: Saved, patience: float) -> None:
+        with _locked(kept.path, patience):
+            present = _read(kept.path)
+            stamp = "" if present is None else present.stamp
+            with self.lock:
+                if kept.stamp not in ("", stamp):
+                    record.forget()  # as others did, who have removed the file
+                written = replace(kept, findings=record.states(), stamp=stamp or uuid4().hex)
+            saving.write(written)
+            with self.lock:
                 record.kept = written
 
     def forget_texts(self) -> None:
@@ -233,7 +250,6 @@ class KnowledgeOfCall:
         digest = hashlib.sha256(json.dumps([saving.FORMAT, settings], sort_keys=True).encode()).hexdigest()
         path = path_of(self.cache_dir) / fingerprint.name / f"{self.task}-{digest[:12]}.json"
         knowledge.files.add(path)
-        _with_files.add(knowledge)
         begun = Saved(settings, fingerprint, {}, path)
         present = _read(path)
         return begun if present is None else replace(begun, findings=present.findings, stamp=present.stamp)
