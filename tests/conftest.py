@@ -53,7 +53,6 @@ def _imports_are_no_garbage() -> None:
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
     found = Machine(monkeypatch)
-    found.fits_are_timed_briefly()
     monkeypatch.setattr(Knowledge, "add_call", counted)
     if request.node.get_closest_marker("times_decide") is None:
         found.rounds_are_not_timed()

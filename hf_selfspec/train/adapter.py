@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..modules.adapter import Adapter
-from ..selfspec import SelfSpec
 from ..validation import check_exit
 from .exits import FrozenModel, HiddenStates, Metric, agreement, cross_entropy
 from .fit import TrainedFit, as_function
@@ -65,9 +64,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
 
     def metrics(self, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> dict[str, torch.Tensor]:
         return {"agreement_with_the_whole_model": _per_token(agreement, module, frozen, states)}
-
-    def spec(self, module: Adapter) -> SelfSpec:
-        return SelfSpec.kangaroo(module)
 
     def recipe(self, module: Adapter) -> dict[str, Any]:
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}

@@ -3,12 +3,10 @@
 import copy
 import inspect
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -17,26 +15,19 @@ import torch
 import torch.nn as nn
 from accelerate import PartialState
 from torch.utils.data import StackDataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer_utils import EvalPrediction
 
-from ..drafts.cascade import Cascade
-from ..drafts.free.lookup import Lookup
 from ..errors import SettingError, SettingTypeError
 from ..model.anatomy import causal_lm, max_positions
 from ..model.internals import use_one_device
 from ..modules.draft_module import DraftModule, about, not_finite
-from ..selfspec import SelfSpec
 from ..validation import StrPath, check_count
 from .exits import FrozenModel, HiddenStates
-from .texts import Tokenizer, divided, one_text_each, packed
+from .texts import Tokenizer, divided, packed
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=DraftModule)
-
-# How speeds are measured: the number of prompts, the most new tokens after each, and those of a call that warms up.
-_ROWS, _TOKENS, _FEW = 4, 32, 8
-
 
 # Arguments of the Trainer where none are given.
 USUAL_ARGUMENTS: dict[str, Any] = {
@@ -133,10 +124,6 @@ class TrainedFit(Fit[M]):
         """Returns what is measured on held-out text, a value for each token ``[b s]`` by name."""
 
     @abstractmethod
-    def spec(self, module: M) -> SelfSpec | None:
-        """Returns what drafts with the fitted module, ``None`` if it cannot draft greedy text."""
-
-    @abstractmethod
     def recipe(self, module: M) -> dict[str, Any]:
         """Returns the settings that determine the module, for its card."""
 
@@ -188,11 +175,10 @@ class TrainedFit(Fit[M]):
             module.about = about(model, recipe, {})
             self.finish(module, frozen, held_out)
             evaluated = trainer.evaluate() if len(held_out) else {}
-            speeds = speed_figures(module, model, held_out, self.spec(module))
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         figures = {"first loss": losses[0], "last loss": losses[-1]} if losses else {}
         figures |= {name.replace("_", " "): evaluated[f"eval_{name}"] for name in trained.names}
-        figures |= {"seconds of training": round(seconds, 1)} | module.about["figures"] | speeds
+        figures |= {"seconds of training": round(seconds, 1)} | module.about["figures"]
         return saved(module, module.about | {"figures": figures}, self.output_dir)
 
     def _arguments(self, device: torch.device, folder: str) -> TrainingArguments:
@@ -254,54 +240,3 @@ def saved(module: M, about: dict[str, Any], folder: StrPath | None) -> M:
             module.save_pretrained(folder)
         PartialState().wait_for_everyone()
     return module.eval()
-
-
-def speed_figures(
-    module: DraftModule, model: PreTrainedModel, rows: torch.Tensor, spec: SelfSpec | None
-) -> dict[str, float]:
-    """Speeds with a module in times of plain ``generate``'s, on the first few of held-out rows ``[n, s]``.
-
-    There are none if it does not draft greedily or there is too little text. Warns if the module does not pay.
-    """
-    prompts = rows[:_ROWS, : rows.shape[1] // 2]
-    new_tokens = min(_TOKENS, rows.shape[1] - prompts.shape[1])
-    if spec is None or not prompts.numel() or new_tokens < 2:
-        return {}
-    specs = [spec, replace(spec, draft=Cascade((Lookup(), spec.draft))), SelfSpec.lookup()]
-    try:
-        alone, together, free = speeds(model, prompts, new_tokens, specs)
-    except Exception as error:  # whatever it is, hours of fitting are not lost to it
-        warnings.warn(f"{module.kind}: its speed could not be measured: {error}", stacklevel=2)
-        return {}
-    if max(alone, together) < max(1.0, free) and PartialState().is_main_process:
-        warnings.warn(
-            f"this {module.kind} does not pay: on held-out text the model generates at {alone:.2f} times the speed of "
-            f"plain generate with it, at {together:.2f} with it and free drafts, and at {free:.2f} with "
-            "SelfSpec.lookup(), which needs no fit. Fit for longer, on more text or on text like that which will be "
-            "generated, or choose another exit layer.",
-            stacklevel=2,
-        )
-    figures = {"over plain generate": alone, "with free drafts": together, "of free drafts alone": free}
-    return {f"speed {name}": round(speed, 2) for name, speed in figures.items()}
-
-
-@torch.no_grad()
-def speeds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, specs: list[SelfSpec]) -> list[float]:
-    """How many times as fast as plain ``generate`` each is."""
-
-    def seconds(prompt: torch.Tensor, assistant: SelfSpec | bool, count: int = new_tokens) -> float:
-        """Seconds per token."""
-        prompt = prompt.to(model.get_input_embeddings().weight.device)
-        options: dict[str, Any] = {"generation_config": one_text_each(count), "assistant": assistant}
-        begun = perf_counter()
-        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        ids.tolist()  # a GPU has them now
-        return (perf_counter() - begun) / (ids.shape[1] - prompt.shape[1])
-
-    assistants: list[SelfSpec | bool] = [False, *specs]
-    for assistant in assistants:
-        # A text in reverse, since free drafts would know the beginning of one that is measured.
-        seconds(prompts[:1].flip(1), assistant, min(_FEW, new_tokens))
-    # In turn, and the median, since machines are not always equally fast.
-    table = [[seconds(prompt, assistant) for assistant in assistants] for prompt in prompts.split(1)]
-    return [median(plain / times[place] for plain, *times in table) for place in range(len(specs))]

@@ -16,18 +16,15 @@ from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
 from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
-from ..selfspec import SelfSpec
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
 from .exits import FrozenModel, HiddenStates, Metric, agreement
-from .fit import TrainedFit, as_function, check_length, saved, speed_figures
+from .fit import TrainedFit, as_function, check_length, saved
 from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, one_text_each, packed
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
 # The model continues the first one of so many parts of a row.
 _PARTS = 4
-# Accuracy at which the speed with heads is measured, if they reach it: the preset's.
-_USUAL_EPSILON = 0.9
 _USUAL_HEADS = 4
 
 
@@ -110,9 +107,6 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             for head, layer in enumerate(module.layers)
         }
 
-    def spec(self, module: ExitHeads) -> SelfSpec | None:
-        return _dssd(module)
-
     def recipe(self, module: ExitHeads) -> dict[str, Any]:
         return {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
 
@@ -165,8 +159,7 @@ def calibrate_exit_heads(
     calibrated = copy.deepcopy(loaded.on(frozen.device)).eval()
     with frozen.frozen():
         _calibrate(name, calibrated, frozen, rows, epsilons, metric)
-        figures = calibrated.about["figures"] | speed_figures(calibrated, inner, rows, _dssd(calibrated))
-    return saved(calibrated, calibrated.about | {"figures": figures}, output_dir)
+    return saved(calibrated, calibrated.about, output_dir)
 
 
 def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
@@ -193,12 +186,6 @@ def _calibrate(
             "or calibrate them on text that is closer to what they are used for.",
             stacklevel=3,
         )
-
-
-def _dssd(heads: ExitHeads) -> SelfSpec | None:
-    """The preset at the usual accuracy or at the highest one that the heads reach, ``None`` if they reach none."""
-    rate = heads.reached()
-    return None if rate < heads.calibration["epsilons"][0] else SelfSpec.dssd(heads, min(_USUAL_EPSILON, rate))
 
 
 def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

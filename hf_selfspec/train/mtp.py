@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..drafts.heads.mtp import MTP
 from ..errors import SettingError, SettingTypeError
 from ..model.forward_pass import ForwardPass, obeying, partial_forwards
 from ..model.head import HeadRows
@@ -18,7 +17,6 @@ from ..modules.draft_module import about
 from ..modules.mtp import MtpHead
 from ..modules.reduced_head import ReducedHead
 from ..modules.shipped import shipped_mtp
-from ..selfspec import SelfSpec
 from ..validation import check_count
 from .exits import FrozenModel, Head, HiddenStates, agreement, cross_entropy
 from .fit import Fit, TrainedFit, as_function, saved
@@ -117,9 +115,6 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
             # The last tokens of a row have nothing to be compared with.
             metrics[f"agreement_at_step_{step}"] = F.pad(agreeing, (0, step), value=torch.nan)
         return metrics
-
-    def spec(self, module: MtpHead) -> SelfSpec:
-        return SelfSpec(MTP(module))
 
     def recipe(self, module: MtpHead) -> dict[str, Any]:
         tokens = {"copy": "tokens that can be drafted", "shipped": "tokens whose probabilities a shipped layer learns"}

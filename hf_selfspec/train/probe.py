@@ -10,7 +10,6 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from ..errors import SettingError
 from ..modules.linear_probe import LinearProbe
-from ..selfspec import SelfSpec
 from ..validation import check_exit, check_flag
 from .exits import FrozenModel, HiddenStates, agreement
 from .fit import TrainedFit, as_function
@@ -66,9 +65,6 @@ class ProbeFit(TrainedFit[LinearProbe], command="probe", function="fit_probe"):
         scores, label = module.scores(states[f"states_{self.exit_layer}"]).flatten(), self._labels(frozen, states)
         sure = scores.sigmoid()
         return {"accuracy": (sure > 0.5) * label + (sure <= 0.5) * (1 - label), "accepted": label}
-
-    def spec(self, module: LinearProbe) -> SelfSpec | None:
-        return None if self.do_sample else SelfSpec.adaspeed(probe=module)
 
     def recipe(self, module: LinearProbe) -> dict[str, Any]:
         drawn = f"drawn, temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"

@@ -85,7 +85,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",
     "ignore::ResourceWarning",
     "ignore:Passing `generation_config` together",
-    "ignore:.*does not pay",  # parts of random models
 )
 
 

@@ -1,6 +1,5 @@
 """The machine as tests see it: what is measured on it, or follows from that, is given here and nowhere else."""
 
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -20,17 +19,11 @@ from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
 class Machine:
     """Gives tests the costs that decide what drafts; users have no setting for what their machine is measured for.
 
-    The fixture ``machine`` calls the first two methods for every test, and those that ``pytest.mark.machine`` names.
+    The fixture ``machine`` calls the first method for every test, and those that ``pytest.mark.machine`` names.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._set = patch.setattr
-
-    def fits_are_timed_briefly(self) -> None:
-        """On one text, as far as a test imports fits at all."""
-        if (fits := sys.modules.get("hf_selfspec.train.fit")) is not None:
-            self._set(fits, "_ROWS", 1)
-            self._set(fits, "_TOKENS", 3)
 
     def rounds_are_not_timed(self) -> None:
         """They cost what is guessed before the first one, so that promises count and nothing ever rests."""

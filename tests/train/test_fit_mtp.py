@@ -22,9 +22,7 @@ from hf_selfspec.modules import shipped
 from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.train import loading, texts, write_answers
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*pin_memory.*", "ignore:this MTP head does not pay", "ignore:`is_gradient_checkpointing`:FutureWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:`is_gradient_checkpointing`:FutureWarning")
 PROMPTS = ["abcabcab", "what is this?", "one more prompt"] * 7
 
 
