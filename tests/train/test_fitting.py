@@ -293,7 +293,7 @@ def test_parts_are_written_once_with_their_figures(
     monkeypatch.setattr(
         DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
     )
-    model.register_forward_pre_hook(lambda *_: configs.append(model.generation_config))
+    model.model.register_forward_pre_hook(lambda *_: configs.append(model.generation_config))
     args, out = arguments(tmp_path, max_steps=2), tmp_path / "out"
     part = fit_function(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
     assert part.about["figures"]
