@@ -209,6 +209,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "two sources": (Cascade([Lookup(), EXIT, SKIP]), tiny_llama, "has 2 sources besides its free drafts"),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), tiny_llama, "a checkpoint has nothing else"),
     "adapter": (lambda model: EarlyExitAdapter(adapter_of(model)), tiny_llama, "layers of the model alone"),
+    "own layers": (MTP(), tiny_llama, "cannot be exported.*from its own checkpoint"),
     "one block": (SkipLayers([1, 2], [1]), tiny_llama, r"in layers \[2\] of LlamaForCausalLM .* is left out alone"),
     "depth": (EarlyExit(6), tiny_llama, "must be between 1 and 5"),
     "PEFT": (EXIT, lambda: peft.get_peft_model(tiny_llama(), peft.LoraConfig()), r"Merge them first: .*merge_and_un"),
