@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .. import Piece
+from typing import Any
 
 # The names of an option, and how argparse takes it.
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -21,8 +17,7 @@ COMMANDS: dict[str, tuple[Callable[[Namespace], int | None], list[Option]]] = {}
 
 # Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
 _OF_ONE_KIND, _OF_EACH_KIND = 20, 5
-# How accepted drafts are marked on a terminal (green), and what ends that; what a chat asks with.
-_DRAFTED, _END, _ASK = "\x1b[32m", "\x1b[0m", "> "
+_ASK = "> "
 
 
 def _option(name: str, about: str, **how: Any) -> Option:
@@ -220,10 +215,10 @@ def exit_report(args: Namespace) -> None:
     _SEED,
 )
 def generate(args: Namespace) -> None:
-    """Generate text; accepted drafts are green on a terminal. Without a prompt, chat."""
+    """Generate text, shown as it is generated. Without a prompt, chat."""
     import torch
+    from transformers import TextStreamer
 
-    from .. import MarkedStreamer
     from ..model.encoding import check_chats, encoded, has_chats
     from .methods import read_spec
 
@@ -236,29 +231,25 @@ def generate(args: Namespace) -> None:
     is_chat = prompt is None or (has_chats(tokenizer) if args.chat is None else args.chat)
     if is_chat:
         check_chats(tokenizer)
-    model, is_coloured = named.model(), sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-    def write(piece: Piece) -> None:
-        pieces.append(piece.text)
-        print(f"{_DRAFTED}{piece.text}{_END}" if is_coloured and piece.from_draft else piece.text, end="", flush=True)
-
+    model, as_text = named.model(), {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     torch.manual_seed(args.seed)
-    messages, pieces = list[dict[str, Any]](), list[str]()
-    options |= {"streamer": MarkedStreamer(tokenizer, write), "assistant": drafts}
+    messages = list[dict[str, Any]]()
+    options |= {"streamer": TextStreamer(tokenizer, skip_prompt=True, **as_text), "assistant": drafts}
     for text in _typed_lines() if prompt is None else [prompt]:
         messages.append({"role": "user", "content": text})
-        pieces.clear()
+        inputs = encoded(tokenizer, messages if is_chat else text, model.device)
         try:
-            model.generate(**encoded(tokenizer, messages if is_chat else text, model.device), **options)
-        finally:
+            ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+        except BaseException:
             print(flush=True)  # the message about an interruption gets a line of its own
+            raise
         if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
             counts = (
                 f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "
                 f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]"
             )
             print(str(stats) if stats.left_to_generate else counts, file=sys.stderr)
-        messages.append({"role": "assistant", "content": "".join(pieces)})
+        messages.append({"role": "assistant", "content": tokenizer.decode(ids, **as_text)})
 
 
 def _typed_lines() -> Iterator[str]:
