@@ -52,6 +52,10 @@ class Machine:
         self._set(torch.cuda, "current_stream", Mock())
         self._set(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
+    def graphs_are_few(self, most: int) -> None:
+        """A model has so many at most."""
+        self._set(model_graphs, "_MOST", most)
+
     def states_wait(self, most: int) -> None:
         """So many states of a model, while others draft, until a head takes them in."""
         self._set(states, "_WAITING", most)

@@ -21,12 +21,13 @@ import torch
 from peft import IA3Config, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import CompileConfig, LlamaForCausalLM
+from transformers import CompileConfig
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 
 from helpers.architectures import ARCHITECTURES, STATEFUL, build
 from helpers.calls import check_lossless, random_skip_set
 from helpers.captured import THREE, Traced, attention_with_sums, few_layers, same_ids, specs
+from helpers.machine import Machine
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
@@ -35,7 +36,6 @@ from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
-from hf_selfspec.model.graphs import model_graphs
 from hf_selfspec.model.graphs.captures import BufferPool, step_above
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import POOLS, ModelGraphs, graphs_of
@@ -47,45 +47,35 @@ EAGER = ("biogpt", "bloom", "dbrx", "falcon-alibi", "gpt_neo", "mpt", "opt", "op
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4")  # and these write keys of their own
 
 
-@pytest.fixture
-def traced() -> list[Traced]:
-    """The graphs that were made."""
-    return Traced.made
-
-
 @pytest.mark.every_run("gpt_oss")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in STATEFUL])
-def test_forwards_of_any_type_are_exact(name: str, traced: list[Traced]) -> None:
+def test_forwards_of_any_type_are_exact(name: str) -> None:
     model = build(name)
     exits, skips = SelfSpec(EarlyExit(2), THREE), random_skip_set(name, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what some models cannot do is said once
         for spec, prompt in ((exits, BATCH), (SelfSpec(skips, THREE), ROW)):
             check_lossless(model, spec, 16, [prompt])
-    assert bool(traced) == (name not in EAGER + INDEXED), graphs_of(model).refused
+    assert bool(Traced.made) == (name not in EAGER + INDEXED), graphs_of(model).refused
 
 
-def test_a_hook_that_is_there_for_some_tokens(traced: list[Traced]) -> None:
-    found = []
-    for assistant in (None, specs()["exit"]):
-        layer = (model := few_layers()).model.layers[0]
+def test_a_hook_that_is_there_for_some_tokens() -> None:
+    model, handles = few_layers(), list[Any]()
 
-        def change(ids: torch.Tensor, scores: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-            if ids.shape[1] == 20:
-                layer.register_forward_hook(lambda layer, args, states: states.flip(-1))
-            elif ids.shape[1] == 26:
-                layer._forward_hooks.clear()
-            return scores
+    def change(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 17:
+            handles.append(model.model.layers[0].register_forward_hook(lambda layer, args, states: states.flip(-1)))
+        elif ids.shape[1] == 23:
+            handles.pop().remove()
+        return scores
 
-        options = {"max_new_tokens": 24, "do_sample": False, "logits_processor": [change]}
-        found.append(model.generate(**ROW, **options, assistant=assistant).tolist())
-    assert found[0] == found[1]
-    assert traced
+    same_ids(model, specs()["exit"], new=24, logits_processor=[change])
+    assert Traced.made
 
 
 @pytest.mark.every_run("exit")
 @pytest.mark.parametrize("kind", specs())
-def test_captured_forwards_are_exact(kind: str, traced: list[Traced]) -> None:
+def test_captured_forwards_are_exact(kind: str) -> None:
     """Nothing is captured a second time as texts grow, and each shape has one graph."""
     model, spec = few_layers(3 if kind == "skips" else 2), specs()[kind]
     for rows in (1, 3) * 2:  # what came once, at the end of a text, comes again
@@ -93,30 +83,30 @@ def test_captured_forwards_are_exact(kind: str, traced: list[Traced]) -> None:
     known = graphs_of(model)
     assert not known.refused
     made = known.count
-    assert len(traced) == made > 1
+    assert len(Traced.made) == made > 1
     for rows in (1, 3):
         same_ids(model, spec, rows, new=28)
-    assert len(traced) == known.count == made
-    same_ids(model, spec, repetition_penalty=1.2)  # what a graph chooses is not what is chosen
+    assert len(Traced.made) == known.count == made
+    same_ids(model, spec, new=28, repetition_penalty=1.2)  # what a graph chooses is not what is chosen
 
 
-def test_static_cache_of_a_call_is_served(traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_cache_of_a_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """With whatever it says of compiling: its forwards are those of other calls."""
     monkeypatch.setattr(torch, "compile", Mock(side_effect=AssertionError("nothing is compiled")))
     model, config = few_layers(), CompileConfig(mode="default")
     config._compile_all_devices = True
     for static in ({"cache_implementation": "static"}, {"cache_implementation": "static", "compile_config": config}):
         same_ids(model, specs()["exit"], new=24, plain={}, **static)
-    assert traced
+    assert Traced.made
 
 
-def test_no_graphs_where_none_are_wanted_or_states_are_recurrent(traced: list[Traced]) -> None:
+def test_no_graphs_where_none_are_wanted_or_states_are_recurrent() -> None:
     model = few_layers()
     same_ids(model, replace(specs()["exit"], graphs=False), new=24)
     same_ids(build("qwen3_next"), specs()["exit"])
-    assert not traced
+    assert not Traced.made
     same_ids(model, specs()["exit"], new=24)
-    assert traced
+    assert Traced.made
 
 
 def reading(norm: Any) -> Callable[..., Any]:
@@ -151,7 +141,6 @@ FAILURES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "making": (Traced, "__init__", lambda _: Mock(side_effect=RuntimeError("the device has no such node"))),
     "running": (Traced, "__call__", lambda _: Mock(side_effect=RuntimeError("the device has no such node"))),
     "value": (LlamaRMSNorm, "forward", reading),
-    "results": (Traced, "__call__", lambda run: lambda *args: [-value for value in run(*args)]),
     "lost key": (attention.MaskSpec, "mask", losing),
     "number": (LlamaModel, "forward", counting),
 }
@@ -168,13 +157,13 @@ def test_what_fails_in_captures_ends_no_call(failure: str, monkeypatch: pytest.M
     assert graphs_of(model).count == (failure == "number")  # that of a forward without logits
 
 
-def test_hooks_run(traced: list[Traced]) -> None:
+def test_hooks_run() -> None:
     """Those of a user; transformers leaves some of its own, which wait for other calls."""
     model, spec, strength = few_layers(), specs()["exit"], [1.0]
     model(**ragged_batch((9,)), output_hidden_states=True)
     for _ in range(2):
         same_ids(model, spec)
-    made = len(traced)
+    made = len(Traced.made)
     assert made
     handle = model.model.layers[1].register_forward_hook(lambda module, args, output: output * strength[0])
     same_ids(model, spec)
@@ -182,11 +171,11 @@ def test_hooks_run(traced: list[Traced]) -> None:
     same_ids(model, spec, is_mixed=False)
     handle.remove()
     same_ids(model, spec)
-    assert len(traced) == made
+    assert len(Traced.made) == made
 
 
 @peft_calls_old_name
-def test_adapters_can_be_switched_off(traced: list[Traced]) -> None:
+def test_adapters_can_be_switched_off() -> None:
     targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     adapter, spec = IA3Config(task_type="CAUSAL_LM", **targets), specs()["exit"]
     model = get_peft_model(few_layers(), adapter).eval()
@@ -196,7 +185,7 @@ def test_adapters_can_be_switched_off(traced: list[Traced]) -> None:
     same_ids(model, spec, is_mixed=False)
     with model.disable_adapter():
         same_ids(model, spec)
-    assert not traced
+    assert not Traced.made
 
 
 # What changes a norm, of whose modules graphs hold the values.
@@ -212,13 +201,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.every_run("weights")
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_model_has_other_graphs(change: str, traced: list[Traced]) -> None:
+def test_another_model_has_other_graphs(change: str) -> None:
     model, spec = few_layers(), specs()["exit"]
     norm: Any = model.model.norm
     usual, norm.sign, norm.factor, norm.options = norm.forward, 1.0, torch.ones(1), {"factor": 1.0}
     norm.forward = lambda states: usual(states) * norm.sign * norm.factor * norm.options["factor"]
     same_ids(model, spec)
-    assert traced
+    assert Traced.made
     first = graphs_of(model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)  # the same tensor
@@ -228,16 +217,13 @@ def test_another_model_has_other_graphs(change: str, traced: list[Traced]) -> No
     assert graphs_of(model) is not first
 
 
-def test_a_batch_that_ends_unevenly(traced: list[Traced]) -> None:
+def test_a_batch_that_ends_unevenly() -> None:
     """And hands its cache back, which takes a forward for the last tokens of rows that ended early."""
-    model, inputs, spec = few_layers(), ragged_batch((9, 5)), specs()["exit"]
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    end, _ = an_end(model.generate(**inputs, **options)[:, 9:])
-    options |= {"eos_token_id": end, "return_dict_in_generate": True}
-    expected = model.generate(**inputs, **options).sequences
+    model, inputs, spec = few_layers(), ragged_batch((9, 5, 7)), specs()["exit"]
+    end, _ = an_end(model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)[:, 9:])
     for _ in range(3):
-        assert torch.equal(model.generate(**inputs, **options, assistant=spec).sequences, expected)
-    assert traced
+        same_ids(model, spec, 3, new=24, is_mixed=False, eos_token_id=end, return_dict_in_generate=True)
+    assert Traced.made
 
 
 def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,31 +243,27 @@ def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.Monke
     assert find() is graph
 
 
-def test_what_graphs_hold(traced: list[Traced]) -> None:
+def test_what_graphs_hold() -> None:
     """One additive mask, not one in each layer; and they go with their model."""
-    gc.collect()
-    others = len(model_graphs._of_models)
-    model: LlamaForCausalLM | None = few_layers(3)
-    assert model is not None
+    model = few_layers(3)
     same_ids(model, specs()["exit"])
-    assert {sum("masked_fill" in str(node.target) for node in made.graph.graph.nodes) for made in traced} == {1}
-    traced.clear()
-    gone = weakref.ref(model)
-    model = None
+    assert {sum("masked_fill" in str(node.target) for node in made.graph.graph.nodes) for made in Traced.made} == {1}
+    gone = weakref.ref(model), weakref.ref(graphs_of(model).pools[0])
+    Traced.made.clear()
+    del model
     gc.collect()
-    assert gone() is None
-    assert len(model_graphs._of_models) == others
+    assert [each() for each in gone] == [None, None]
 
 
 @pytest.mark.every_run("tree-.*")
 @pytest.mark.parametrize(("name", "rows"), [("exit", 1), ("tree", 3)])
-def test_split_forwards_are_exact(name: str, rows: int, traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_forwards_are_exact(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In graphs, which attend to all slots that there are."""
     in_parts = Mock(side_effect=partial(attention_in_parts, kernel=attention_with_sums))
     monkeypatch.setattr(attention, "parts_for", lambda query, key: 4)
     monkeypatch.setattr(attention, "attention_in_parts", in_parts)
     same_ids(few_layers(), specs()[name], rows, new=16)
-    assert traced
+    assert Traced.made
     assert in_parts.called
 
 
@@ -296,13 +278,13 @@ def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pyt
     assert all(priced)
 
 
-def test_graphs_begin_anew_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_graphs, "_MOST", 2)
+def test_graphs_begin_anew_when_there_are_too_many(machine: Machine) -> None:
+    machine.graphs_are_few(2)
     known, pool = ModelGraphs((), "Tiny"), BufferPool()
     known.pools = (pool,)
     for count in (1, 2, 1, 2):
         key = len(Traced.made)
-        found = [known.find(key, pool, lambda values: [values * 2], [torch.ones(2)]) for _ in range(model_graphs._USES)]
+        found = [known.find(key, pool, lambda values: [values * 2], [torch.ones(2)]) for _ in range(2)]
         assert found[-1] is not None
         assert known.count == count
 
@@ -343,7 +325,7 @@ def test_as_many_calls_have_graphs_as_there_are_pools(monkeypatch: pytest.Monkey
     assert [pool.bytes for pool in known.free] == [64, 64, 0, 0]
 
 
-def test_an_error_leaves_the_memory_to_the_next_call(traced: list[Traced], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_memory_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = few_layers(), specs()["exit"]
     for _ in range(3):  # there is memory for two
         with monkeypatch.context() as patch:
@@ -351,7 +333,7 @@ def test_an_error_leaves_the_memory_to_the_next_call(traced: list[Traced], monke
             with pytest.raises(RuntimeError, match="stopped"):
                 model.generate(**ragged_batch((9,)), max_new_tokens=9, assistant=spec)
     same_ids(model, spec)
-    assert traced
+    assert Traced.made
 
 
 def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
@@ -359,7 +341,7 @@ def test_memory_is_at_most_twice_that_of_the_largest_buffer() -> None:
     for slots in (128, 256, 128, 512, 256, 10, 400, 128, 500, 600, 512, 256, 600, 128):
         found[slots].add(pool.buffer("keys", (2, slots, 3), torch.ones(1)).data_ptr())
         largest = max(largest, slots)
-        assert sum(len(piece) for pieces in pool._pieces.values() for piece in pieces) <= 2 * largest * 6
+        assert pool.bytes <= 2 * largest * 6 * 4
     # Those of 128 and 256 slots moved once, when memory for a larger one replaced theirs.
     assert all(len(addresses) <= 2 for addresses in found.values())
 
