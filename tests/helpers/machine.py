@@ -9,7 +9,7 @@ from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.generate import walk
-from hf_selfspec.model import target
+from hf_selfspec.model import forks, linear, patching, target
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
@@ -55,6 +55,18 @@ class Machine:
     def graphs_are_few(self, most: int) -> None:
         """A model has so many at most."""
         self._set(model_graphs, "_MOST", most)
+
+    def small_linears_have_ways(self) -> None:
+        """Linear layers of any size have several ways to multiply."""
+        self._set(linear, "_SMALLEST", 1)
+
+    def forks_wait_briefly(self) -> None:
+        """For locks that threads of the parent hold."""
+        self._set(forks, "_PATIENCE", 0.05)
+
+    def forwards_obey(self) -> list[object]:
+        """What the forwards of this thread obey now."""
+        return [values.now for values in patching._per_thread if values.now is not None]
 
     def states_wait(self, most: int) -> None:
         """So many states of a model, while others draft, until a head takes them in."""

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,18 +21,19 @@ from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import new_spec, unchanged
+from helpers.machine import Machine
 from helpers.models import ROW, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
-from hf_selfspec.model import forks, forward_pass, linear
+from hf_selfspec.model import forks
 from hf_selfspec.model.anatomy import Anatomy
-from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.forward_pass import partial_forwards
-from hf_selfspec.model.patching import InstanceForwards, SharedChange
+from hf_selfspec.model.patching import InstanceForwards
 
 OPTIONS: dict[str, Any] = ROW | {"max_new_tokens": 8}
 # Where interrupts come: as functions of these files begin.
 INSIDE = ("patching.py", "contextlib.py")
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+small_linears = pytest.mark.machine("small_linears_have_ways")  # and forwards of ours
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
@@ -52,12 +54,6 @@ class Calling(BaseStreamer):
 
 def replaced(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in module.__dict__]
-
-
-@pytest.fixture
-def linears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small linear layers have forwards of ours, too."""
-    monkeypatch.setattr(linear, "_SMALLEST", 1)
 
 
 def interrupted(at: int, run: Callable[[], object]) -> tuple[int, KeyboardInterrupt | None]:
@@ -82,9 +78,9 @@ def interrupted(at: int, run: Callable[[], object]) -> tuple[int, KeyboardInterr
     return count, None
 
 
-@pytest.mark.usefixtures("linears")
+@small_linears
 @pytest.mark.parametrize("step", [1, 19], ids=["a change", "a call"])
-def test_interrupts_at_each_place(step: int) -> None:
+def test_interrupts_at_each_place(step: int, machine: Machine) -> None:
     model, spec = tiny_llama(layers=2), SelfSpec(EarlyExit(1), FixedLength(4))
     anatomy, plain = Anatomy.of(model), model.generate(**OPTIONS)
 
@@ -103,7 +99,7 @@ def test_interrupts_at_each_place(step: int) -> None:
             assert places > 100
             for place in range(places, 0, -step):
                 _, error = interrupted(place, run)
-                assert forward_pass._current.now is attention._current.now is None
+                assert machine.forwards_obey() == []
                 if step > 1:
                     del error
                     gc.collect()
@@ -114,16 +110,6 @@ def test_interrupts_at_each_place(step: int) -> None:
             assert torch.equal(model.generate(**OPTIONS, assistant=spec), plain)
     finally:
         gc.enable()
-
-
-def test_changes_whose_end_was_lost() -> None:
-    """A change ends when it is collected."""
-    values = {"a": 1}
-    changed = SharedChange().of(sys, lambda forwards: forwards.put(values, "a", 2))
-    changed.__enter__()
-    assert values == {"a": 2}
-    del changed
-    assert values == {"a": 1}
 
 
 def test_changes_end_in_any_order_and_leave_what_others_have_put_on_top() -> None:
@@ -157,7 +143,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("linears")
+@small_linears
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_made_meanwhile(copied: str) -> None:
     model = tiny_llama(layers=4)
@@ -199,14 +185,12 @@ def test_hooks_in_copies() -> None:
     theirs = layer.register_forward_hook(lambda *_, **__: None, with_kwargs=True)
     forwards.hook(layer.register_forward_hook, lambda *args: seen.append(args), with_kwargs=True)
     forwards.hook(layer.register_forward_pre_hook, lambda *args: seen.append(args))
-    for _ in range(2):
-        twin = copy.deepcopy(layer)
-        twin(torch.ones(1, 2))
-        assert seen == []
-        if type(layer) is torch.nn.Linear:
-            assert [*twin._forward_hooks, *twin._forward_hooks_with_kwargs] == [theirs.id] * 2
-            assert not twin._forward_pre_hooks
-        register_parametrization(layer, "weight", torch.nn.Identity())
+    twin = copy.deepcopy(layer)
+    assert [*twin._forward_hooks, *twin._forward_hooks_with_kwargs, *twin._forward_pre_hooks] == [theirs.id] * 2
+    register_parametrization(layer, "weight", torch.nn.Identity())
+    for each in (twin, copy.deepcopy(layer)):
+        each(torch.ones(1, 2))
+    assert seen == []
     layer(torch.ones(1, 2))
     assert len(seen) == 2
 
@@ -223,35 +207,31 @@ def is_right_in_child(run: Callable[[], bool]) -> bool:
         os._exit(code)
 
 
-@pytest.mark.usefixtures("linears")
+@small_linears
+@pytest.mark.machine("forks_wait_briefly")
 @forking
-def test_children_generate(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread is in the middle of a call, and holds all locks of the package."""
-    monkeypatch.setattr(forks, "_PATIENCE", 0.05)
-    spec, is_inside, is_done = new_spec(), threading.Event(), threading.Event()
+def test_children_generate(llama: LlamaForCausalLM) -> None:
+    """While another thread is in the middle of a call, whose locks are free in the child."""
+    spec, lock, is_inside, is_done = new_spec(), forks.new_lock(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        locks = list(forks._locks.values())
-        for lock in locks:
-            lock.acquire()
-        is_inside.set()
-        is_done.wait()
-        for lock in locks:
-            lock.release()
+        with lock:
+            is_inside.set()
+            is_done.wait()
 
     def run() -> bool:
         is_clean, plain = not replaced(llama), llama.generate(**OPTIONS)
-        return is_clean and torch.equal(llama.generate(**OPTIONS, assistant=spec), plain)
+        with lock:
+            return is_clean and torch.equal(llama.generate(**OPTIONS, assistant=spec), plain)
 
-    options = OPTIONS | {"assistant": spec, "streamer": Calling(hold)}
-    thread = threading.Thread(target=llama.generate, kwargs=options)
-    thread.start()
-    is_inside.wait()
-    assert "lm_head" in replaced(llama)
-    is_right = is_right_in_child(run)
-    is_done.set()
-    thread.join()
-    assert is_right
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(llama.generate, **OPTIONS, assistant=spec, streamer=Calling(hold))
+        is_inside.wait()
+        try:
+            assert "lm_head" in replaced(llama)
+            assert is_right_in_child(run)
+        finally:
+            is_done.set()
 
 
 @forking
@@ -280,8 +260,7 @@ def test_a_fork_waits_for_what_locks_guard() -> None:
             threading.Event().wait(0.05)
             halves.append(2)
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    is_inside.wait()
-    assert is_right_in_child(lambda: halves == [1, 2])
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(change)
+        is_inside.wait()
+        assert is_right_in_child(lambda: halves == [1, 2])
