@@ -52,9 +52,9 @@ OPTIONS = {
 
 
 @torch.no_grad()
-def peak(final_norm: torch.nn.Module) -> None:
-    """Takes distributions far from uniform, so that draft and target differ clearly."""
-    final_norm.weight.mul_(10.0)
+def peak(layer: torch.nn.Module, factor: float = 10.0) -> None:
+    """Takes distributions far from uniform, so that draft and target differ clearly, by a final norm or a head."""
+    layer.weight.mul_(factor)
 
 
 def peaked(layers: int, factor: float) -> LlamaForCausalLM:
