@@ -137,6 +137,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "audio_token_index": IMAGE, "has_lora_adapter": False, "downsample_rate": 2, "window_size": 4,
     }),
 }  # fmt: skip
+# Cross attention to images, which each generated token has a mask for: the type is refused.
+_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mllama": ("Mllama", {
+        "text_config": _text("mllama_text_model", cross_attention_layers=[1], **_MROPE),
+        "vision_config": _VISION | {
+            "num_global_layers": 1, "max_num_tiles": 1, "attention_heads": 2, "vision_output_dim": 32,
+            "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+        },
+    }),
+}  # fmt: skip
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm4v", "glm5_next")
 
 
@@ -176,15 +186,19 @@ MEDIA: dict[str, Media] = dict.fromkeys(MODELS, Media(4, (1, *_SIZE))) | {
         8, (1, 8, 32), "input_features", lambda: {"feature_attention_mask": torch.ones(1, 32, dtype=torch.long)}
     ),
     "voxtral": Media(4, (1, 8, 32), "input_features"),
+    "mllama": Media(1, (1, 1, 1, *_SIZE), beside=lambda: {
+        "aspect_ratio_ids": torch.tensor([[1]]), "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, 7, 1, 1, dtype=torch.long),
+    }),
     "granite_speech": Media(
         4, (1, 8, 8), "input_features", lambda: {"input_features_mask": torch.ones(1, 4, dtype=torch.bool)}
     ),
-}
+}  # fmt: skip
 
 
 def undamped(name: str, placeholder: int = IMAGE) -> PreTrainedModel:
     """A random model of the type."""
-    class_name, settings = MODELS[name]
+    class_name, settings = (MODELS | _REFUSED)[name]
     skip_if_refused(settings["text_config"]["model_type"])
     ids = {"image_token_id": placeholder, "image_token_index": placeholder, "video_token_id": VIDEO}
     torch.manual_seed(0)
@@ -225,34 +239,3 @@ def _marks(name: str, is_media: torch.Tensor) -> dict[str, torch.Tensor]:
     if name == "gemma3":
         return {"token_type_ids": is_media.long()}
     return {"token_type_ids": torch.zeros_like(is_media).long()} if name == "paligemma" else {}
-
-
-# Cross attention to images, which each generated token has a mask for.
-_MLLAMA: dict[str, Any] = {
-    "text_config": _text("mllama_text_model", cross_attention_layers=[1], rope_parameters=_MROPE["rope_parameters"]),
-    "vision_config": {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "max_num_tiles": 1,
-        "attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_output_dim": 32,
-        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
-    },
-    "image_token_index": IMAGE,
-}  # fmt: skip
-
-
-def build_mllama() -> PreTrainedModel:
-    """A random model that looks at images through cross attention."""
-    torch.manual_seed(0)
-    return transformers.MllamaForConditionalGeneration(AutoConfig.for_model("mllama", **copy.deepcopy(_MLLAMA))).eval()
-
-
-def prompt_of_mllama() -> dict[str, torch.Tensor]:
-    """A prompt with an image."""
-    ids = torch.tensor([[5, IMAGE, 7, 9, 11]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, generator=torch.Generator().manual_seed(5)),
-        "aspect_ratio_ids": torch.tensor([[1]]),
-        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, 5, 1, 1, dtype=torch.long),
-    }

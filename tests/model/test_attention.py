@@ -114,15 +114,18 @@ def test_parts_are_the_whole(parts: int, starts: tuple[int, ...]) -> None:
     assert (found - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("parts", [32, 8, 1])
-def test_parts_are_aligned_and_few(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_aligned_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as a device of 132 processors runs at once, whose masks have aligned rows and little memory."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(split_attention, "can_use_efficient_attention", lambda params: parts > 1)
-    # Rows, key heads, queries, width and keys: one row; a window; and a device without the kernel.
-    shape = {32: (1, 8, 128, 128, 8192), 8: (1, 8, 4, 128, 4672), 1: (1, 8, 128, 128, 8192)}[parts]
-    assert split_attention._parts.__wrapped__(torch.device("cpu"), torch.bfloat16, *shape) == parts
-    assert split_attention._parts.__wrapped__(torch.device("cpu"), torch.bfloat16, 8, 8, 256, 128, 8192) == 1
+    for has_kernel, shape, keys, parts in (
+        (True, (1, 8, 128, 128), 8192, 32),
+        (True, (1, 8, 4, 128), 4672, 8),  # a window
+        (True, (8, 8, 256, 128), 8192, 1),  # whose masks would take too much memory
+        (False, (1, 8, 64, 128), 8192, 1),
+    ):
+        monkeypatch.setattr(split_attention, "can_use_efficient_attention", lambda _, has_kernel=has_kernel: has_kernel)
+        query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), dtype=torch.bfloat16, shape=shape)
+        assert split_attention.parts_for(query, torch.empty(1, 1, keys, 1)) == parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

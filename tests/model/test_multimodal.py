@@ -19,7 +19,7 @@ from transformers.models.clip import CLIPImageProcessorPil
 from helpers.architectures import build as build_text
 from helpers.calls import PAST, calls
 from helpers.models import BATCH, ragged_batch, tiny_llama
-from helpers.multimodal import IMAGE, MODELS, OUTSIDE, QWEN, build, build_mllama, prompt_of, prompt_of_mllama
+from helpers.multimodal import IMAGE, MODELS, OUTSIDE, QWEN, build, prompt_of, undamped
 from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, TopKTree
 from hf_selfspec.drafts import EarlyExit, EarlyExitAdapter, SkipLayers
 from hf_selfspec.errors import UnsupportedModelError, UnsupportedOptionError
@@ -33,11 +33,9 @@ SPECS = {
     "tree": SelfSpec(draft=EarlyExit(2), stop=FixedLength(3), tree=TopKTree(((0.9999, 3), (1.0, 1)))),
 }
 SPEC = SPECS["exit"]
-TEXTS = ragged_batch((4, 9, 6), vocabulary=IMAGE)
-# Tokens of text in each row: one row, equal lengths, left-padded.
+# Tokens of text in each row: one row, equal lengths, left-padded; and texts without an image.
 ROWS = {"one": (6,), "equal": (6, 6, 6), "ragged": (4, 9, 6)}
-
-IS_OLD = version.parse(transformers.__version__) < version.parse("5.23")
+TEXTS = ragged_batch(ROWS["ragged"], vocabulary=IMAGE)
 
 _model = cache(build)
 
@@ -71,12 +69,11 @@ def test_marks_of_text(name: str) -> None:
 @pytest.mark.parametrize("name", QWEN)
 def test_images_before_and_after(name: str) -> None:
     """What an image call leaves on the model (``rope_deltas``) disturbs no call of text, and the other way round."""
-    model, picture = _model(name), prompt_of(name)
-    expected = model.generate(**TEXTS, **OPTIONS)
-    with_picture = model.generate(**picture, **OPTIONS)
-    assert torch.equal(model.generate(**TEXTS, **OPTIONS, assistant=SPEC), expected)
-    assert torch.equal(model.generate(**picture, **OPTIONS), with_picture)
-    assert torch.equal(model.generate(**TEXTS, **OPTIONS), expected)
+    model, prompts = _model(name), (TEXTS, prompt_of(name))
+    expected = [model.generate(**prompt, **OPTIONS) for prompt in prompts]
+    for prompt, plain in list(zip(prompts, expected, strict=True)) * 2:
+        for assistant in (SPEC, None):
+            assert torch.equal(model.generate(**prompt, **OPTIONS, assistant=assistant), plain)
 
 
 @pytest.mark.parametrize("added", [0, 3])
@@ -150,31 +147,23 @@ def two_turns(name: str, assistant: SelfSpec | None, first: int = 12, later: dic
     return model.generate(ids, **{PAST: begun.past_key_values}, **later, max_new_tokens=20, **options)
 
 
-def another_image(name: str, assistant: SelfSpec | None) -> torch.Tensor:
-    return two_turns("gemma3", assistant, later=prompt_of("gemma3", (6, 6, 6), seed=8))
-
-
 def with_options(name: str, assistant: SelfSpec | None, **options: Any) -> torch.Tensor:
     return _model(name).generate(**prompt_of(name, ROWS["ragged"]), **OPTIONS | options, assistant=assistant)
 
 
 def in_chunks(name: str, assistant: SelfSpec | None) -> torch.Tensor:
-    if IS_OLD:
+    if version.parse(transformers.__version__) < version.parse("5.23"):
         pytest.skip("transformers before 5.23 cannot prefill images in chunks")
     return _model(name).generate(**prompt_of(name, (9,)), **OPTIONS, prefill_chunk_size=5, assistant=assistant)
 
 
-def rows_end(name: str, assistant: SelfSpec | None) -> torch.Tensor:
-    return with_options(name, assistant, eos_token_id=int(with_options(name, None)[0, -8]))
-
-
 CALLS: dict[str, Callable[[str, SelfSpec | None], torch.Tensor]] = {
     "chat": two_turns,
-    "chat with another image": another_image,
+    "chat with another image": lambda _, spec: two_turns("gemma3", spec, later=prompt_of("gemma3", (6, 6, 6), seed=8)),
     "short first turn": partial(two_turns, first=3),
     "several answers": partial(with_options, num_return_sequences=3, do_sample=True, top_k=1),
     "chunks": in_chunks,
-    "rows end": rows_end,
+    "rows end": lambda name, spec: with_options(name, spec, eos_token_id=int(with_options(name, None)[0, -8])),
 }
 
 
@@ -227,7 +216,7 @@ def test_what_is_refused() -> None:
     for model, prompt, error, words in (
         (build_text("gpt2"), encoded, UnsupportedOptionError, r"argument `encoder_hidden_states`.*without `assistant`"),
         (tiny_llama(), picture, UnsupportedOptionError, "`inputs`"),
-        (build_mllama(), prompt_of_mllama(), UnsupportedModelError, r"Mllama.*`cross_attention_mask`"),
+        (undamped("mllama"), prompt_of("mllama"), UnsupportedModelError, r"Mllama.*`cross_attention_mask`"),
         (_model("qwen2_audio"), sound, UnsupportedOptionError, "a prompt of 7 tokens into 14.*one placeholder"),
     ):
         with pytest.raises(error, match=words):
