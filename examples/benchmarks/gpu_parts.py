@@ -128,7 +128,7 @@ def probe(bench: Bench) -> Cases:
 
 def ids(bench: Bench) -> Cases:
     """The tests that need a GPU, and ids of tiny models of many types."""
-    from helpers.ids_of_types import near_ties_of, types
+    from gpu_ids import near_ties_of, types
 
     names, tokens = (["lfm2", "idefics3"], 5) if bench.is_small else (types(), 40)
     of_types = {

@@ -22,7 +22,7 @@ from hf_selfspec import SelfSpec
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
-SHARED = {"corpus", "fitting", "gpu_parts", "known_text", "synthetic", "tasks", "timing"}
+SHARED = {"corpus", "fitting", "gpu_ids", "gpu_parts", "known_text", "synthetic", "tasks", "timing"}
 SERVERS = {"chat", "openai_server", "service"}
 RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
 TRAINED = "--model {model} --data {tasks} --repeats 1"

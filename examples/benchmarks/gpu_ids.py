@@ -1,4 +1,4 @@
-"""Ids of tiny models of many types beside plain ``generate``'s, on a device; ``examples/benchmarks/gpu.py`` runs it."""
+"""Ids of tiny models of many types beside plain ``generate``'s, on a device; part of ``gpu.py``."""
 
 from __future__ import annotations
 
