@@ -411,8 +411,7 @@ class _Stream:
 
 class _Streams(threading.local):
     def __init__(self) -> None:
-        thread = threading.current_thread()
-        is_first = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)  # torch's, backward
+        is_first = threading.current_thread() is threading.main_thread()
         self.current = self.default = _first if is_first else _Stream()
         self.used: set[_Stream] = set()
 

@@ -1,4 +1,4 @@
-"""Generates and trains on pretended devices, and prints what that needs as JSON; a process of its own."""
+"""Generates on pretended devices, and prints what that needs as JSON; a process of its own."""
 
 import json
 import sys
@@ -23,7 +23,6 @@ from helpers.calls import PAST
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import Pretended, counts, here, move, pretended, spread
-from helpers.train.train_on_pretended_cuda import steps
 from hf_selfspec import (
     AdaptiveThreshold,
     Block,
@@ -192,9 +191,7 @@ def main(cases: list[list[Any]]) -> None:
     found: list[Any] = []
     for spec, call, rows, *more in cases:
         kind, _, architecture = call.partition(" ")
-        if spec == "training":
-            found.append(steps())
-        elif kind == "graphs":
+        if kind == "graphs":
             found.append(measure(_spec_for(spec, architecture), rows, {"eos_token_id": None}, architecture, *more))
         else:
             found.append(measure(replace(SPECS[spec](), graphs=False), rows, CALLS[call], is_spread=bool(more)))

@@ -9,12 +9,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaForCausalLM
 
+from helpers.distributed import rows, tiny
 from helpers.models import ROW
 from helpers.processes import TESTS, python
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec
+from helpers.train.by_hand import stacked
+from hf_selfspec import EarlyExit, EarlyExitLoss, FixedLength, LayerDropout, Rotational, SelfSpec
 from hf_selfspec.model import transfer
+from hf_selfspec.train import layer_dropout, loss_scale, training
 
 # (spec, call, rows), and what a draft step and the rest of a round may transfer at most: reads and uploads.
 BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
@@ -62,7 +66,6 @@ COMPARED = [
 ]
 THREADS = ("fixed", "graphs llama", 1, False, 4)
 EAGER = ("lookup", "graphs bloom", 3)
-TRAINING = ("training", "", 0)
 
 
 def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -77,14 +80,14 @@ EVERY_RUN = {
     *(("lookup", "grammar", 4), ("block", "drawn", 4)),
     *(("tree", "greedy", 3, "two devices"), ("window", "eos", 3)),
     *(("skips", "graphs llama", 3), ("fixed", "graphs falcon_h1", 1), *WARM[-2:]),
-    *(*COMPARED[1:3], THREADS, EAGER, TRAINING),
+    *(*COMPARED[1:3], THREADS, EAGER),
 }
 
 
 @pytest.fixture(scope="module", params=["every run", pytest.param("others", marks=pytest.mark.slow)])
 def measures(request: pytest.FixtureRequest) -> dict[tuple[Any, ...], Any]:
     """A process runs all cases."""
-    cases = [*BOUNDS, *FEW, *WARM, *COMPARED, THREADS, EAGER, TRAINING]
+    cases = [*BOUNDS, *FEW, *WARM, *COMPARED, THREADS, EAGER]
     assert set(cases) >= EVERY_RUN
     cases = [case for case in cases if (case in EVERY_RUN) == (request.param == "every run")]
     return measured(*cases)
@@ -92,7 +95,7 @@ def measures(request: pytest.FixtureRequest) -> dict[tuple[Any, ...], Any]:
 
 def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
     """Nothing mixes tensors of two devices, and ids are plain's."""
-    for case in measures.keys() - {TRAINING}:
+    for case in measures:
         assert measures[case]["same"], case
     for case in BOUNDS.keys() & measures:
         found, (spec, call, rows), (step, rest) = measures[case], case, BOUNDS[case]
@@ -142,14 +145,38 @@ def test_threads_have_graphs_of_their_own_and_other_models_none(measures: dict[t
         assert not measures[case]["warnings"], case
 
 
-def test_what_a_step_of_a_training_needs(measures: dict[tuple[Any, ...], Any]) -> None:
-    """A read of the number of targets, before the layers run; the rows that layers drop go to the device together."""
-    if (found := measures.get(TRAINING)) is None:
-        pytest.skip("each run has this step, beside its other cases")
-    assert all(case["loss"] == pytest.approx(case["expected"], rel=1e-5) for case in found.values())
-    plain = found["plain"]
-    more = {name: (case["reads"] - plain["reads"], case["uploads"] - plain["uploads"]) for name, case in found.items()}
-    assert more == {"plain": (0, 0), "distilled": (1, 0), "last exit alone": (0, 0), "dropout": (0, 1)}
+class Transfers(TorchFunctionMode):
+    """Counts what a GPU's host would wait for, and what it would send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = self.uploads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        chosen = args[1:] if name in ("__getitem__", "__setitem__") else ()
+        self.reads += name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "masked_select")
+        self.reads += any(isinstance(value, torch.Tensor) and value.dtype is torch.bool for value in chosen)
+        self.uploads += name in ("tensor", "as_tensor")
+        return func(*args, **kwargs or {})
+
+
+def test_what_a_step_of_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of the number of targets; the rows that layers drop go to the device together."""
+    sent = Mock(side_effect=transfer.upload)
+    monkeypatch.setattr(layer_dropout, "upload", sent)
+
+    def transfers_with(*callbacks: Any) -> tuple[int, int]:
+        model, batch = tiny().train(), stacked(rows(4))
+        sent.reset_mock()
+        with training(model, callbacks, steps=1, seed=5) as loop, loop.step(), Transfers() as found:
+            model(**batch, num_items_in_batch=torch.tensor(30), use_cache=False).loss.backward()
+        return found.reads, found.uploads + sent.call_count
+
+    reads, uploads = transfers_with(EarlyExitLoss(0.0))  # of the last layer alone, as without callbacks
+    distilled = EarlyExitLoss(1.0, Rotational(1), scale=loss_scale, self_distillation=True)
+    assert transfers_with(distilled) == (reads + 1, uploads)
+    assert transfers_with(LayerDropout(0.9)) == (reads, uploads + 1)
 
 
 def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
