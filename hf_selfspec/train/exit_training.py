@@ -155,7 +155,7 @@ class ExitTraining(TrainingRun):
             )
         targets, places = targets.to(states.device).flatten(), places.to(states.device)
         teacher = self.exits.final.detach().flatten(0, 1) if self._distils and self.exits.final is not None else None
-        total, sums = _ExitLosses.apply(
+        total, sums = ExitLosses.apply(
             self.exits.head,
             targets[places],
             None if teacher is None else teacher.index_select(0, places),
@@ -174,7 +174,7 @@ class ExitTraining(TrainingRun):
         self.table[layer - 1, 1] += tokens if isinstance(tokens, int) else tokens.to(self.table)
 
 
-class _ExitLosses(torch.autograd.Function):
+class ExitLosses(torch.autograd.Function):
     """``Σ weight · Σ loss`` of exits with states ``[k, n, d]``, and the sums ``[k]``; cross entropies, with a teacher
     ``KL(p ‖ q)``. Gradients are computed in the forward pass already, so the head runs once for each token.
 

@@ -1,6 +1,6 @@
 """Every script of ``examples``, each with its smallest setting, as a user starts it."""
 
-import importlib.util
+import importlib
 import json
 import runpy
 import subprocess
@@ -19,6 +19,7 @@ from helpers.calls import PLAIN
 from helpers.models import ragged_batch, tiny_llama
 from helpers.processes import DEMO_MODEL, EXAMPLES, TESTS, in_two_processes, library, python
 from hf_selfspec import SelfSpec
+from hf_selfspec.model.patching import evaluating
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
@@ -182,11 +183,10 @@ def test_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", started)
     words = ["--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["all.py", *words])
-    for count in (len(commands) - 1 + 4, 1):  # without the twin, and with the suites; then what had failed
+    for _ in range(2):
         with pytest.raises(SystemExit, match=r"failed.*: engine$"):
             runpy.run_path(str(BENCHMARKS / "all.py"), run_name="__main__")
-        assert len(ran) == count
-        ran.clear()
+    assert len(ran) == len(commands) + 4, "without the twin, and with the suites; then what had failed"
     assert (tmp_path / "out" / "forward.md").read_text().endswith("--repeats 15`\n\na table")
 
 
@@ -283,37 +283,29 @@ def test_the_task_by_either_trainer(lora: bool, places: dict[str, Path]) -> None
         torch.testing.assert_close(found[1][name], value, atol=1e-4, rtol=1e-3)
 
 
-class Exactness(TrainerCallback):
-    """Compares greedy texts with plain generate's after each optimizer step."""
-
-    def __init__(self) -> None:
-        self.equal, self.weights = list[bool](), list[torch.Tensor]()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.weights.append(next(p for p in model.parameters() if p.requires_grad).detach().clone())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        inputs, options = ragged_batch((5, 9), vocabulary=4096), {"max_new_tokens": 16, "do_sample": False}
-        model.eval()
-        with torch.no_grad():
-            self.equal.append(torch.equal(*(model.generate(**inputs, **options, **way) for way in ({}, PLAIN))))
-        model.train()
-        self.on_train_begin(args, state, control, model)
-
-
 @pytest.mark.slow
-def test_rollouts_of_a_policy_that_learns(places: dict[str, Path], tmp_path: Path) -> None:
-    """And goes on where it was, with what the SelfSpec knows."""
+def test_rollouts_of_a_policy_that_learns(places: dict[str, Path]) -> None:
+    """Greedy texts are plain's after each step; and it goes on where it was, with what the SelfSpec knows."""
     library("trl")
-    example, exactness, policy = importlib.import_module("grpo_rollouts"), Exactness(), tmp_path / "policy"
-    arguments = ["--output", str(policy), "--max-new-tokens", "16", "--lora", "--steps", "2", "--model"]
-    example.main([*arguments, str(places["model"])], callbacks=[exactness])
-    saved = (policy / "selfspec.json").read_bytes()
-    example.main([*arguments, str(policy)], callbacks=[exactness])
-    assert exactness.equal == [True] * 4
-    assert torch.equal(*exactness.weights[2:4])
-    assert not torch.equal(exactness.weights[3], exactness.weights[-1])
-    assert (policy / "selfspec.json").read_bytes() != saved
+    example, policy = importlib.import_module("grpo_rollouts"), places["folder"] / "policy"
+    equal, seen, looking = list[bool](), list[torch.Tensor](), TrainerCallback()
+    inputs, options = ragged_batch((5, 9), vocabulary=4096), {"max_new_tokens": 16, "do_sample": False}
+
+    def look(args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        seen.append(next(each for each in model.parameters() if each.requires_grad).detach().clone())
+        with torch.no_grad(), evaluating(model):
+            equal.append(torch.equal(*(model.generate(**inputs, **options, **way) for way in ({}, PLAIN))))
+
+    looking.on_train_begin = looking.on_step_end = look
+    saved = []
+    for model in (places["model"], policy):
+        words = ["--output", str(policy), "--max-new-tokens", "16", "--lora", "--steps", "2", "--model", str(model)]
+        example.main(words, callbacks=[looking])
+        saved.append((policy / "selfspec.json").read_bytes())
+    assert equal == [True] * 6
+    assert torch.equal(*seen[2:4])
+    assert not torch.equal(seen[3], seen[-1])
+    assert saved[0] != saved[1]
 
 
 @pytest.mark.slow
@@ -337,10 +329,9 @@ def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest
     assert any(text for [[text]] in drafted)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_all_parts_of_a_gpu_run(device: str, tmp_path: Path) -> None:
-    """Made small, on a CPU and on a pretended device: what ends a part on a GPU before it has begun fails here."""
-    printed = python(TESTS / "helpers" / "run_gpu_script.py", device, tmp_path).stdout
+def test_all_parts_of_a_gpu_run(tmp_path: Path) -> None:
+    """Made small, on a pretended device: what ends a part on a GPU before it has begun fails here."""
+    printed = python(TESTS / "helpers" / "run_gpu_script.py", tmp_path).stdout
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     cases = {(line["part"], line["case"]) for line in lines if "call" in line}
     assert not [line for line in lines if "failed" in line or "skipped" in line]
@@ -381,38 +372,32 @@ class Bench:
                 os._exit(3)
             raise ValueError("CUDA error")
 """
+ENDS = (
+    *("| probe | skipped | skipped | no such type |", "| probe | wrong | failed | ValueError: CUDA error |"),
+    *("| 135m | late | failed | the part's time was over |", "| 135m | unreached | not reached |  |"),
+    *(
+        "| ids | ends | failed | its process ended with code 3 |",
+        "| 1b | start | failed | its process ended with code 1 |",
+    ),
+)
 
 
 def test_a_gpu_run_goes_on_and_what_fails_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, out = tmp_path / "gpu.py", tmp_path / "out"
-    script.write_text((BENCHMARKS / "gpu.py").read_text())
+    (script := tmp_path / "gpu_of_test.py").write_text((BENCHMARKS / "gpu.py").read_text())
     (tmp_path / "gpu_parts.py").write_text(PARTS_THAT_FAIL)
-    monkeypatch.setattr(sys, "argv", [str(script), "--out", str(out), "--small"])
-    spec = importlib.util.spec_from_file_location("gpu_of_test", script)
-    gpu: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", str(tmp_path), "--small"])
+    monkeypatch.syspath_prepend(tmp_path)
+    gpu = importlib.import_module("gpu_of_test")
     monkeypatch.setattr(gpu, "SECONDS", {"probe": 6, "135m": 2, "ids": 30, "1b": 30})
-
-    def run() -> dict[str, dict[str, Any]]:
-        gpu.main()
-        return {f"{part} {case}": lines[-1] if lines else {} for (part, case), lines in gpu.cases_in(out).items()}
-
-    assert {case: line["failed"] for case, line in run().items() if "failed" in line} == {
-        "135m late": "the part's time was over",
-        "probe wrong": "its process ended with code 1",
-        "ids ends": "its process ended with code 3",
-        "1b start": "its process ended with code 1",
-    }
-    assert not gpu.cases_in(out)["ids", "ends"][1]["is_mended"], "what a case has told before it failed is kept"
+    gpu.main()
     printed = capsys.readouterr().out
-    for line in ("| probe | wrong | failed | ValueError: CUDA error |", "| probe | skipped | skipped | no such type |"):
-        assert line in printed
-    assert "| 135m | unreached | not reached |  |" in printed
-    assert "it cannot begin" in (out / "log.txt").read_text()
+    assert [line for line in ENDS if line not in printed] == []
+    first = gpu.cases_in(tmp_path)
+    assert not first["ids", "ends"][1]["is_mended"], "what a case has told before it failed is kept"
+    assert "it cannot begin" in (tmp_path / "log.txt").read_text()
     (tmp_path / "mended").touch()
-    ends = run()
-    assert not [case for case, line in ends.items() if "took" not in line or "failed" in line]
-    assert f"{len(ends)} of {len(ends)} cases ended well." in capsys.readouterr().out
-    assert not any(line.get("is_mended") for line in gpu.cases_in(out)["ids", "after"]), "it ended well, and ran once"
+    gpu.main()
+    assert "11 of 11 cases ended well." in capsys.readouterr().out
+    assert gpu.cases_in(tmp_path)["ids", "after"] == first["ids", "after"], "it ended well, and ran once"

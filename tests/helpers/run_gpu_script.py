@@ -1,4 +1,4 @@
-"""Runs all parts of ``examples/benchmarks/gpu.py`` made small, on a CPU or a pretended device, in this process."""
+"""Runs all parts of ``examples/benchmarks/gpu.py`` made small, on a pretended device, in this process."""
 
 import sys
 import threading
@@ -11,45 +11,41 @@ from unittest.mock import patch
 import torch
 from transformers import GenerationMixin
 
+from helpers.pretend_cuda import here, pretended
+
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
 import gpu
 import gpu_parts
 
 
-def _on_pretended(stack: ExitStack) -> None:
-    from helpers.pretend_cuda import here, pretended
+def in_thread(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def run_here(thread: threading.Thread) -> None:
+        with here():
+            run(thread)
 
-    def in_thread(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        def run_here(thread: threading.Thread) -> None:
-            with here():
-                run(thread)
-
-        return run_here
-
-    stack.enter_context(pretended())
-    for owner, name, value in (
-        (threading.Thread, "run", in_thread(threading.Thread.run)),
-        (torch.cuda, "get_device_name", lambda device=None: "pretended"),
-        (torch._C, "_cuda_clearCublasWorkspaces", lambda: None),
-        (GenerationMixin, "_valid_auto_compile_criteria", lambda *_: False),  # there are no kernels to compile
-    ):
-        stack.enter_context(patch.object(owner, name, value, create=True))
+    return run_here
 
 
-def main(device: str, out: Path) -> None:
+def main(out: Path) -> None:
     gpu_parts.LENGTHS = 2
     (out / "results.jsonl").touch()
     with ExitStack() as stack:
-        if device == "cuda":
-            _on_pretended(stack)
+        stack.enter_context(pretended())
+        for owner, name, value in (
+            (threading.Thread, "run", in_thread(threading.Thread.run)),
+            (torch.cuda, "get_device_name", lambda device=None: "pretended"),
+            (torch._C, "_cuda_clearCublasWorkspaces", lambda: None),
+            (GenerationMixin, "_valid_auto_compile_criteria", lambda *_: False),  # there are no kernels to compile
+        ):
+            stack.enter_context(patch.object(owner, name, value, create=True))
         for part in gpu.SECONDS:
-            bench = gpu_parts.Bench(part, device, is_small=True)
-            if part == "ids" and device == "cuda":
+            bench = gpu_parts.Bench(part, "cuda", is_small=True)
+            if part == "ids":
                 del bench.cases["tests"]  # of a process that would know nothing of this device
             gpu.run_cases(bench, out, time.time(), time.time() + 600)
     gpu.print_summary(out)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

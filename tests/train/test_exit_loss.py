@@ -200,7 +200,7 @@ def test_gradients_in_16_bits(
     def head(states: torch.Tensor) -> torch.Tensor:
         return states.to(head_dtype) @ tensors[1].to(head_dtype).T
 
-    total, _ = exit_training._ExitLosses.apply(head, wanted, None, [share], chunk, *tensors)
+    total, _ = exit_training.ExitLosses.apply(head, wanted, None, [share], chunk, *tensors)
     (scale * total).backward()
     for value, right in zip(tensors, exact, strict=True):
         assert (value.grad.double() - right.grad).norm() < 0.005 * right.grad.norm()

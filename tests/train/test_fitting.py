@@ -20,6 +20,7 @@ from helpers.train.by_hand import attributes_of
 from hf_selfspec import (
     Adapter,
     Cascade,
+    EarlyExit,
     EarlyExitAdapter,
     Lookup,
     SelfSpec,
@@ -218,32 +219,23 @@ def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None, others: b
 def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
     """It begins as the exit itself, learns all of its weights, and drafts with its own head."""
     model: LlamaForCausalLM = tiny_llama(4, factor=2.0)
-    fresh = adapter_fit(model, own_head=True, args=arguments(tmp_path, max_steps=1, learning_rate=1e-9))
-    assert fresh.head is not None
+    fresh, learned = (
+        adapter_fit(
+            model, own_head=True, output_dir=tmp_path, args=arguments(tmp_path, max_steps=4, learning_rate=rate)
+        )
+        for rate in (1e-9, 1e-2)
+    )
     with torch.no_grad():
         states = model(ids_of(rows(1)), output_hidden_states=True).hidden_states[EXIT]
-        model_logits = model.lm_head(model.model.norm(states))
-        torch.testing.assert_close(fresh.head(fresh(states)), model_logits, atol=1e-3, rtol=1e-3)
-    args = arguments(tmp_path, max_steps=4, learning_rate=1e-2)
-    adapter = adapter_fit(model, own_head=True, args=args, output_dir=tmp_path)
-    assert adapter.head is not None
-    assert not torch.allclose(adapter.head.weight, model.lm_head.weight, atol=1e-3)
-    rule = Recording()
-    check_lossless(model, SelfSpec.kangaroo(tmp_path, rule), 8)
+        torch.testing.assert_close(
+            fresh.head(fresh(states)), model.lm_head(model.model.norm(states)), atol=1e-3, rtol=1e-3
+        )
+    assert not torch.allclose(learned.head.weight, model.lm_head.weight, atol=1e-3)
+    check_lossless(model, SelfSpec.kangaroo(tmp_path, rule := Recording()), 8)
     with torch.no_grad():
         for text, logits, _ in rule.calls[:5]:
             states = model(text[:, :-1], output_hidden_states=True).hidden_states[EXIT]
-            torch.testing.assert_close(logits, adapter.head(adapter(states))[:, -1], atol=1e-4, rtol=1e-4)
-
-
-def test_adaspeed_with_a_saved_probe(tmp_path: Path) -> None:
-    (probe := probe_of(model := tiny_llama(4), EXIT)).save_pretrained(tmp_path)
-    spec, again = SelfSpec.adaspeed(tmp_path), SelfSpec.adaspeed(probe)
-    assert SelfSpec.adaspeed(probe=tmp_path).draft == again.draft == spec.draft == SelfSpec.layerskip(EXIT, 4).draft
-    from_drafts = [[stats.from_draft for stats in check_lossless(model, each, 12)] for each in (spec, again)]
-    assert from_drafts[0] == from_drafts[1]
-    with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
-        SelfSpec.adaspeed(3, probe)
+            torch.testing.assert_close(logits, learned.head(learned(states))[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_fitted() -> None:
@@ -272,6 +264,11 @@ def test_parts_of_other_models(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingError, match=words):
             other.generate(**ragged_batch((5,)), max_new_tokens=4, assistant=SelfSpec.kangaroo(part))
+    (probe := probe_of(model, EXIT)).save_pretrained(tmp_path)
+    for part in (probe, tmp_path):
+        assert SelfSpec.adaspeed(part).draft == SelfSpec.adaspeed(probe=part).draft == EarlyExit(EXIT)
+    with pytest.raises(SettingError, match="the probe was fitted to the states of exit layer 2"):
+        SelfSpec.adaspeed(3, probe)
 
 
 @pytest.mark.every_run("fit_mtp-.*")
@@ -290,9 +287,7 @@ def test_parts_are_written_once_with_their_figures(
     """The settings of the model itself, which others may use meanwhile, do not change for it."""
     model, written, save = tiny_llama(3, factor=0.05), list[Path](), DraftModule.save_pretrained
     configs, usual = [], model.generation_config
-    monkeypatch.setattr(
-        DraftModule, "save_pretrained", lambda part, folder: written.append(folder) or save(part, folder)
-    )
+    monkeypatch.setattr(DraftModule, "save_pretrained", lambda part, at: written.append(at) or save(part, at))
     model.model.register_forward_pre_hook(lambda *_: configs.append(model.generation_config))
     args, out = arguments(tmp_path, max_steps=2), tmp_path / "out"
     part = fit_function(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
@@ -301,5 +296,4 @@ def test_parts_are_written_once_with_their_figures(
     assert (loaded := type(part).load(out)).about == part.about
     assert all(map(torch.equal, loaded.state_dict().values(), part.state_dict().values()))
     assert not any(module.training for module in model.modules())
-    assert configs
-    assert all(config is usual for config in configs)
+    assert {id(config) for config in configs} == {id(usual)}

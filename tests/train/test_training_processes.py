@@ -1,8 +1,6 @@
 """Processes that tests start: trainings in two of them are those of one, and so is generation with sharded weights."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,51 +86,30 @@ def test_models_of_a_sharded_class_are_drafted_for() -> None:
     assert spec.stats.rounds
 
 
-def alone_for(questions: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Answers so many questions with yes, and notes what this process says; 0 for as long as it has to go on itself."""
-    asked: list[bool] = []
-
-    def others(device: torch.device) -> Callable[[bool], bool]:
-        def ask(is_unfinished: bool) -> bool:
-            asked.append(is_unfinished)
-            return is_unfinished or len(asked) < questions
-
-        return ask
-
-    monkeypatch.setattr(one_call, "others_are_unfinished", others)
-    return asked
-
-
-@contextmanager
-def counted(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Forwards of a module."""
-    calls: list[int] = []
-
-    def count(*_: Any) -> None:
-        calls.append(1)
-
-    count.__module__ = "torch"  # a hook of others would be checked, which several processes cannot do
-    handle = module.register_forward_pre_hook(count)
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
 @pytest.mark.every_run("llama-0|gemma3_text-30")
 @pytest.mark.parametrize("questions", [0, 30])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_cache_that_is_handed_back(name: str, questions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of a row that ends early takes a forward, which others run along with; chats continue from it. A
-    finished process runs along: it asks as often as it runs a forward, and once more."""
-    model = build(name)
+    finished process runs along while others go on, here for so many questions: it asks as often as it runs a forward,
+    and once more."""
+    model, asked, forwards = build(name), list[bool](), list[bool]()
+
+    def ask(is_unfinished: bool) -> bool:
+        asked.append(is_unfinished)
+        return is_unfinished or len(asked) < questions
+
+    def count(*_: Any) -> None:
+        forwards.append(True)
+
+    count.__module__ = "torch"  # a hook of others would be checked, which several processes cannot do
+    monkeypatch.setattr(one_call, "others_are_unfinished", lambda device: ask)
     prompts: dict[str, Any] = {**ragged_batch((9, 9), seed=3), "do_sample": False, "pad_token_id": 0}
     first = model.generate(**prompts, max_new_tokens=14)
     end = next(token for token in first[0, 12:16].tolist() if token not in first[1].tolist())
     options = prompts | {"max_new_tokens": 14, "eos_token_id": end, "return_dict_in_generate": True}
     plain = model.generate(**options)
-    asked = alone_for(questions, monkeypatch)
-    with counted(Anatomy.of(model).layers[0]) as forwards:
+    with Anatomy.of(model).layers[0].register_forward_pre_hook(count):
         ours = model.generate(**options, synced_gpus=True, assistant=SelfSpec.lookup())
     assert torch.equal(ours.sequences, plain.sequences)
     assert len(forwards) == len(asked) - 1
