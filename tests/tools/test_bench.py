@@ -1,4 +1,4 @@
-"""Comparisons of methods: figures by hand, the stream, the report, what does not fit; and ``hf-selfspec bench``."""
+"""Comparisons of methods: their names, figures by hand, the stream, what does not fit; and ``hf-selfspec bench``."""
 
 import json
 import math
@@ -11,11 +11,22 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MambaConfig, MambaForC
 
 from helpers.models import tiny_llama
 from helpers.processes import DEMO_MODEL
-from hf_selfspec import Comparison, EarlyExit, FixedLength, SelfSpec, SelfSpecError, SettingError, compare
+from hf_selfspec import (
+    Comparison,
+    ConfidenceThreshold,
+    EarlyExit,
+    FixedLength,
+    SelfSpec,
+    SelfSpecError,
+    SettingError,
+    TopKTree,
+    compare,
+)
+from hf_selfspec.drafts import Cascade, Lookup, SkipLayers
 from hf_selfspec.tools.cli import main
 from hf_selfspec.tools.compare import drawn, texts_of
 from hf_selfspec.tools.comparison import Call, measures, speedup
-from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, STATIC, Method, methods_of
+from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, SPECS, STATIC, Method, methods_of, read_spec, split
 
 pytestmark = pytest.mark.usefixtures("as_before")
 
@@ -164,12 +175,54 @@ def test_methods_that_do_not_fit_are_left_out_with_reasons(
     assert compare(model, tokenizer, TEXTS[:2], [STATIC], max_new_tokens=8).results["methods"][1]["equal_ids"] == 2
 
 
+def test_names_and_expressions() -> None:
+    for text, spec in {
+        **{name: SelfSpec() if name == "selfspec" else getattr(SelfSpec, name)() for name in SPECS},
+        "SelfSpec()": SelfSpec(),
+        " SelfSpec.layerskip(8, num_draft=3) ": SelfSpec.layerskip(8, num_draft=3),
+        "SelfSpec(EarlyExit(2), ConfidenceThreshold(0.5))": SelfSpec(EarlyExit(2), ConfidenceThreshold(0.5)),
+        "SelfSpec(draft=SkipLayers(attention=[1, 2], mlp=(3,)), tree=TopKTree(((0.5, 2), (1.0, 1))), max_draft=7)": (
+            SelfSpec(SkipLayers((1, 2), (3,)), None, TopKTree(((0.5, 2), (1.0, 1))), 7)
+        ),
+        "SelfSpec(Cascade([Lookup(0)]), graphs=False)": SelfSpec(Cascade([Lookup(0)]), graphs=False),
+    }.items():
+        assert read_spec(text) == spec
+
+
+def test_what_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text, words in {
+        "lokup": "--spec lokup: there is no such folder or preset. Give one of adaspeed, layerskip, lookup, mtp",
+        "": "there is no such folder or preset",
+        "(" * 100_000: "there is no such folder or preset",
+        "SelfSpec.layerskip(0)": "must be at least 1, got 0",
+        "SelfSpec.layerskip(depth=3)": "`SelfSpec.layerskip` does not take that",
+        "SelfSpec(print)": "`print` is not allowed in it",
+        "SelfSpec(1 + 1)": "`1 + 1` is not allowed in it",
+        "open('a', 'w')": "`open` cannot be called in it",
+        "SelfSpec().save_pretrained('a')": "cannot be called in it",
+        "SelfSpec.__init_subclass__()": "cannot be called in it",
+        "Lookup()": "this is not a SelfSpec but Lookup",
+        "SelfSpec.kangaroo('nowhere/at-all')": "there is no saved part",
+    }.items():
+        with pytest.raises(SettingError) as raised:
+            read_spec(text)
+        assert words in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+    for content in (None, "{", "[1]", '{"architectures": ["Llama"]}'):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(SettingError, match=r"has no config\.json|holds no p"):
+            read_spec(str(tmp_path))
+
+
 def test_names_of_methods() -> None:
-    """Short ones, and texts as for ``--spec``."""
-    found = ["selfspec", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)", "prompt-lookup"]
-    names = ["SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
+    """Short ones, and texts as for ``--spec``; commas separate them outside of brackets."""
+    texts = split(["selfspec, prompt-lookup(4, 6),SelfSpec.layerskip(3, num_draft=2),", "prompt-lookup"])
+    names = ["plain", "SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
     names += ["prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
-    assert [method.name for method in methods_of(found)] == ["plain", *names]
+    assert [method.name for method in methods_of(texts)] == names
+    assert split(["SelfSpec.kangaroo('a,b'),a"]) == ["SelfSpec.kangaroo('a,b')", "a"]
 
 
 NO_FIT = "^methods: .*{} does not fit this model: .*Leave it out"

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +25,6 @@ from hf_selfspec.tools.commands import COMMANDS
 from hf_selfspec.train import loading
 from hf_selfspec.train.loading import NamedModel, texts
 
-HEAVY = ("numpy", "torch", "transformers")
-
 pytestmark = [
     pytest.mark.usefixtures("as_before"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
@@ -41,10 +40,10 @@ def test_help_imports_nothing_heavy() -> None:
 import sys
 from hf_selfspec.tools.cli import main
 codes = [main([*words, "--help"]) for words in {helps}]
-print(set(codes), [name for name in {HEAVY} if name in sys.modules])
+print(set(codes), {{"numpy", "torch", "transformers"}} & sys.modules.keys())
 """
     told = python("-c", script)
-    assert told.stdout.splitlines()[-1] == "{0} []"
+    assert told.stdout.splitlines()[-1] == "{0} set()"
     for words in helps:
         assert f"usage: hf-selfspec {' '.join(words)}" in told.stdout
     told = python("-m", "hf_selfspec", "fit", code=2)
@@ -175,24 +174,18 @@ def generated(*words: str) -> int:
 
 
 def test_how_a_model_is_loaded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, calls = AutoModelForCausalLM.from_pretrained, []
-
-    def recorded(name: str, **options: Any) -> Any:
-        calls.append((options.get("revision"), options.get("device_map"), network := load(name, **options)))
-        return network
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    load = Mock(wraps=AutoModelForCausalLM.from_pretrained)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     words = ["--dtype", "bfloat16", "--attn-implementation", "eager", "--prompt", "a", "--max-new-tokens", "1"]
     for options in (["--device-map", "cpu"], ["--device", "cpu", "--revision", "main"]):
         assert main(["generate", "--model", model, *words, *options]) == 0
-    assert [call[:2] for call in calls] == [(None, "cpu"), ("main", None)]
-    for *_, network in calls:
-        assert (network.dtype, network.config._attn_implementation) == (torch.bfloat16, "eager")
+    given = [call.kwargs for call in load.call_args_list]
+    assert [(each.get("revision"), each.get("device_map")) for each in given] == [(None, "cpu"), ("main", None)]
+    for each in given:
+        assert (each["dtype"], each["attn_implementation"]) == ("bfloat16", "eager")
 
 
-def test_generate_prints_the_text_and_one_line_beside_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_prints_the_text_and_one_line_beside_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     named = NamedModel(str(DEMO_MODEL), dtype="float32")
     tokenizer = named.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
@@ -208,15 +201,13 @@ def test_generate_prints_the_text_and_one_line_beside_it(
         assert told.err.endswith(" drafted tokens accepted in each]\n")
 
 
-def test_generate_draws_by_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_draws_by_a_seed_and_ends_its_line_when_stopped(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for seed in ("0", "0", "1"):
         assert generated("--prompt", "def f(", "--temperature", "15e-1", "--seed", seed) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
-
-def test_a_stopped_generate_ends_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Stopped(TextStreamer):
         def put(self, value: torch.Tensor) -> None:
             print("once upon", end="")
@@ -237,9 +228,7 @@ def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line
     words[-1] = str(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    lines, asked = ["hello", "  ", "and then?"], list[Any]()
-
-    template = PreTrainedTokenizerBase.apply_chat_template
+    lines, asked, template = ["hello", "  ", "and then?"], list[Any](), PreTrainedTokenizerBase.apply_chat_template
 
     def recorded(self: Any, conversation: Any, **options: Any) -> Any:
         asked.append([message["content"] for message in conversation])
@@ -338,17 +327,12 @@ def test_mistakes_are_told_in_one_line(
 def test_unknown_names_without_a_network(place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer comes at once: what tries again and again is not asked."""
 
-    class Elsewhere(HfHubHTTPError.__bases__[0]):
-        """As the Hub's HTTP library raises it where there is no network."""
-
-    def info(self: HfApi, name: str, *, timeout: float) -> None:
-        assert timeout <= 10
-        raise Elsewhere("Name or service not known")
-
+    error = HfHubHTTPError.__bases__[0]("Name or service not known")  # as the Hub's HTTP library raises it there
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "model_info", info)
+    monkeypatch.setattr(HfApi, "model_info", info := Mock(side_effect=error))
     line = told_in_one_line(asked("fit adapter", place, "--model no/such"), 2, capsys)
     assert "the Hub has no such model (Name or service not known)" in line
+    assert info.call_args.kwargs["timeout"] <= 10
 
 
 @pytest.mark.parametrize("damage", ["tokenizer.json", "model.safetensors", "kind"])
@@ -365,23 +349,17 @@ def test_damaged_models(damage: str, model: str, place: Path, tmp_path: Path, ca
     assert len(line) < 600 or damage != "kind"
 
 
-def test_what_is_raised_on_the_way_is_told_in_one_line(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_raised_on_the_way_is_told_in_one_line(place: Path, capsys: Any, monkeypatch: Any) -> None:
     """But errors of our own, which are not hidden."""
     for error, code, words in (
         (KeyboardInterrupt(), 130, "stopped."),
         (NumericalError("the model returned\nNaN"), 2, "the model returned NaN"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "CUDA out of memory"),
         (MemoryError("no memory"), 2, "no memory"),
-        (AssertionError("a bug"), 0, ""),
     ):
-
-        def find(*_: Any, error: BaseException = error, **__: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(loading, "NamedModel", find)
-        for name in NEEDED if code else ():
+        monkeypatch.setattr(loading, "NamedModel", Mock(side_effect=error))
+        for name in NEEDED:
             assert told_in_one_line(asked(name, place, ""), code, capsys) == f"hf-selfspec: {words}"
+    monkeypatch.setattr(loading, "NamedModel", Mock(side_effect=AssertionError("a bug")))
     with pytest.raises(AssertionError, match="a bug"):
         main(asked("inspect", place, ""))
