@@ -25,6 +25,7 @@ BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
 SHARED = {"corpus", "fitting", "gpu_ids", "gpu_parts", "known_text", "synthetic", "tasks", "timing"}
 SERVERS = {"chat", "openai_server", "service"}
+OTHERS = {"all", "lm_eval_scores", "ray_batches"}
 RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
 TRAINED = "--model {model} --data {tasks} --repeats 1"
 FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
@@ -149,11 +150,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_script_is_a_case() -> None:
     scripts = {path.stem for path in [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py")]}
-    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | {
-        "all",
-        "lm_eval_scores",
-        "ray_batches",
-    }
+    assert scripts == {name.split(",")[0] for name in CASES} | SHARED | SERVERS | OTHERS
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])

@@ -38,27 +38,14 @@ def test_rates() -> None:
     assert LayerDropout(0.5).rates(0, 8, 1) == LayerDropout(0.5, exponential).rates(0, 1, 1) == [0.0]
 
 
-def test_dropped_rows_leave_the_batch(tmp_path: Path) -> None:
-    """Layers run on as many rows as stay; in evaluation on all."""
-    model = tiny()
-    rows_seen = RowsSeen(model)
-    evaluated = {"settings": {"eval_dataset": rows(3)}, "eval_strategy": "steps", "eval_steps": 6}
-    train(tmp_path, [LayerDropout(0.9)], model, max_steps=12, **evaluated)
-    assert rows_seen.steps == [stays(step, 4, 0.9).sum(0).tolist() for step in range(12)]
-    assert {counts[0] for counts in rows_seen.steps} == {4}
-    assert {counts[3] for counts in rows_seen.steps} >= {0, 1}
-    assert rows_seen.evaluations == [[3] * LAYERS] * 2
-
-
-@pytest.mark.parametrize("p_max", [0.6, 0.9])
-def test_training_with_dropout(tmp_path: Path, p_max: float) -> None:
+def test_training_with_dropout(tmp_path: Path) -> None:
     """``x + M f(x)`` by hand, where ``M`` is 0 or 1 and nothing is scaled; beside exits and alone."""
     for callbacks, shares in (
-        ([LayerDropout(p_max)], lambda step: {4: 1.0}),
-        ([exits(), LayerDropout(p_max)], rotational_shares),
-        ([LayerDropout(p_max), exits()], rotational_shares),
+        ([LayerDropout(0.9)], lambda step: {4: 1.0}),
+        ([exits(), LayerDropout(0.9)], rotational_shares),
+        ([LayerDropout(0.9), exits()], rotational_shares),
     ):
-        expected = ByHand(tiny(), shares, p_max=p_max)
+        expected = ByHand(tiny(), shares, p_max=0.9)
         run = train(tmp_path, callbacks)
         assert history(run) == pytest.approx(expected.losses, rel=1e-5)
         assert_close(weights(run.model), expected.weights)
@@ -81,20 +68,22 @@ def embedded(samples: list[Row]) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("collate", "samples"),
+    ("collate", "samples", "steps"),
     [
-        (DataCollatorWithFlattening(), 1),
-        (DataCollatorWithFlattening(return_flash_attn_kwargs=True), 1),
-        (embedded, 4),
+        (None, 4, 12),
+        (DataCollatorWithFlattening(), 1, 3),
+        (DataCollatorWithFlattening(return_flash_attn_kwargs=True), 1, 3),
+        (embedded, 4, 3),
     ],
-    ids=["packed", "packed with ends", "embedded"],
+    ids=["rows", "packed", "packed with ends", "embedded"],
 )
-def test_a_row_is_a_sample(tmp_path: Path, collate: Any, samples: int) -> None:
-    """All of a packed row's sequences run through a layer, or none."""
+def test_dropped_rows_leave_the_batch(tmp_path: Path, collate: Any, samples: int, steps: int) -> None:
+    """Layers run on as many as stay. A row is a sample: all sequences of a packed one run through a layer, or none."""
     model, data = tiny(), [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
     rows_seen = RowsSeen(model)
-    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings={"data_collator": collate})
-    assert rows_seen.steps == [stays(step, samples, 0.9).sum(0).tolist() for step in range(3)]
+    train(tmp_path, [LayerDropout(0.9)], model, data=data, settings={"data_collator": collate}, max_steps=steps)
+    assert rows_seen.steps == [stays(step, samples, 0.9).sum(0).tolist() for step in range(steps)]
+    assert {counts[0] for counts in rows_seen.steps} == {samples}
 
 
 def test_ends_that_go_over_several_rows_are_refused() -> None:

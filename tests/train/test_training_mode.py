@@ -7,11 +7,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import MptConfig, MptForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from helpers.architectures import build
 from helpers.machine import Machine
-from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_llama
+from helpers.models import BATCH, ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree, first_differences
 
 pytestmark = pytest.mark.filterwarnings(
@@ -107,8 +107,7 @@ def test_dropout_stays_on_and_the_user_is_told_once() -> None:
 
 def test_cache_switched_off_by_the_model() -> None:
     """As in MPT's default configuration; the tokens are the same with a cache."""
-    torch.manual_seed(0)
-    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=4, vocab_size=VOCABULARY, max_seq_len=64)).eval()
+    model = build("mpt", use_cache=False)
     assert model.generation_config.use_cache is False
     call: dict[str, Any] = {**ragged_batch(), **OPTIONS, "eos_token_id": None, "return_dict_in_generate": True}
     expected = model.generate(**call)

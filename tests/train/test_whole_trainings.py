@@ -94,18 +94,16 @@ def test_saved_models_are_ordinary(tmp_path: Path) -> None:
 
 def test_bf16(tmp_path: Path) -> None:
     """Close to float32, with master weights in float32 and without ones; all exits go through the head in bfloat16."""
-    plain, precisions = train(tmp_path, [exits(1)]), list[tuple[bool, torch.dtype]]()
+    plain = history(train(tmp_path, [exits(1)]))
     for model, options in ((tiny(), {"bf16": True}), (tiny().to(torch.bfloat16), {})):
-        kept = model.dtype
+        kept, seen = model.dtype, list[tuple[bool, torch.dtype]]()
         model.lm_head.register_forward_hook(
-            lambda module, args, output: precisions.append((torch.is_autocast_enabled("cpu"), output.dtype))
+            lambda module, args, output, seen=seen: seen.append((torch.is_autocast_enabled("cpu"), output.dtype))
         )
-        run = train(tmp_path, [exits(1)], model, **options)
-        assert precisions == [(bool(options), torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
-        assert history(run) == pytest.approx(history(plain), rel=0.02)
-        assert history(run) != history(plain)
+        losses = history(train(tmp_path, [exits(1)], model, **options))
+        assert seen == [(bool(options), torch.bfloat16)] * 3 * len(ALL)  # in each of three steps
+        assert plain != losses == pytest.approx(plain, rel=0.02)
         assert {value.dtype for value in model.parameters()} == {kept}
-        precisions.clear()
 
 
 def with_lora(head: bool = False) -> PeftModel:
