@@ -129,14 +129,17 @@ def test_dtype_ties_tokenizer_and_generation_config(tied: bool, tmp_path: Path) 
         model.lm_head.weight = model.model.embed_tokens.weight
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, assistant=SelfSpec())
-    SelfSpec(EXIT).export_draft(tmp_path, model, character_tokenizer())
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = {"default": "a template", "tools": "another"}  # which are in a folder of their own
+    SelfSpec(EXIT).export_draft(tmp_path, model, tokenizer)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (draft.dtype, draft.generation_config.top_k) == (torch.bfloat16, 7)
     assert (draft.lm_head.weight is draft.model.embed_tokens.weight) == tied
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     assert "selfspec" not in (tmp_path / "generation_config.json").read_text().lower()
     assert model.generation_config.assistant == SelfSpec()
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == character_tokenizer().get_vocab()
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert (again.get_vocab(), again.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
 
 
 def test_only_an_earlier_draft_is_replaced(llama: LlamaForCausalLM, tmp_path: Path) -> None:
