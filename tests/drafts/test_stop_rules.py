@@ -1,13 +1,13 @@
 """Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.fitted import Recording
+from helpers.models import VOCABULARY, damp, ragged_batch, tiny_llama
 from hf_selfspec import (
     AdaptiveThreshold,
     ConfidenceThreshold,
@@ -95,60 +95,43 @@ def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
     assert running(AdaptiveThreshold(), 1).thresholds == pytest.approx((0.8,))
 
 
-def never(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(logits), dtype=torch.bool)
-
-
 def drafts_well() -> LlamaForCausalLM:
     """A model whose layers from the exit on add nothing, so that every drafted token is kept."""
     model = tiny_llama(layers=4)
-    with torch.no_grad():
-        for layer in model.model.layers[EXIT:]:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+    damp(model, model.model.layers, EXIT, 0.0)
     return model
 
 
-def generate(model: LlamaForCausalLM, stop: StopRule, new_tokens: int, max_draft: int = 25, **inputs: torch.Tensor):
+def stats_of(model: LlamaForCausalLM, stop: StopRule, new_tokens: int, max_draft: int, *lengths: int) -> Any:
     spec = SelfSpec(draft=EarlyExit(EXIT), stop=stop, max_draft=max_draft)
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, assistant=spec)
-    assert spec.stats is not None
-    return ids, spec.stats
+    model.generate(**ragged_batch(lengths), do_sample=False, max_new_tokens=new_tokens, assistant=spec)
+    return spec.stats
 
 
 @pytest.mark.parametrize(
-    ("stop", "max_draft", "length"),
-    [(FixedLength(3), 25, 3), (FixedLength(5), 3, 3), (never, 3, 3), (never, 25, 11)],
-    ids=["fixed", "max_draft is shorter", "max_draft alone", "room alone"],
+    ("stop", "max_draft", "new_tokens", "accepted"),
+    [
+        # 12 tokens after the first: three rounds of 3 + 1, or one round of 11 + 1.
+        (FixedLength(3), 25, 13, {3: 6}),
+        (FixedLength(5), 3, 13, {3: 6}),
+        (lambda *given: torch.zeros(2, dtype=torch.bool), 3, 13, {3: 6}),
+        (lambda *given: torch.zeros(2, dtype=torch.long), 25, 13, {11: 2}),  # whole numbers are fine
+        (lambda *given: torch.tensor([True, False]), 2, 7, {1: 3, 2: 2}),
+    ],
+    ids=["fixed", "max_draft is shorter", "max_draft alone", "room alone", "the first row alone"],
 )
-def test_length_of_drafts_that_no_token_ends(stop: StopRule, max_draft: int, length: int) -> None:
-    # 12 tokens after the first: three rounds of 3 + 1, or one round of 11 + 1.
-    stats = generate(drafts_well(), stop, new_tokens=13, max_draft=max_draft, **ragged_batch((5, 9)))[1]
-    assert stats.accepted_lengths == Counter({length: 2 * 12 // (length + 1)})
-    assert stats.drafted == 2 * 12 // (length + 1) * length
-
-
-def test_each_row_stops_by_itself() -> None:
-    def first_row_only(input_ids: torch.Tensor, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([True, False])
-
-    stats = generate(drafts_well(), first_row_only, new_tokens=1 + 2 * 3, max_draft=2, **ragged_batch((5, 9)))[1]
-    assert stats.accepted_lengths == Counter({1: 3, 2: 2})
-    assert stats.drafted == 3 * 1 + 2 * 2
+def test_length_of_drafts(stop: StopRule, max_draft: int, new_tokens: int, accepted: dict[int, int]) -> None:
+    stats = stats_of(drafts_well(), stop, new_tokens, max_draft, 5, 9)
+    assert stats.accepted_lengths == accepted
+    assert stats.drafted == sum(length * count for length, count in accepted.items())
 
 
 @pytest.mark.parametrize("lengths", [(6,), (4, 9, 6)])
 def test_what_a_users_rule_sees(llama: LlamaForCausalLM, lengths: tuple[int, ...]) -> None:
     """The text with the drafted token, that token's logits, and the state of the exit layer."""
-    calls: list[tuple[torch.Tensor, ...]] = []
-
-    def rule(*given: torch.Tensor) -> torch.Tensor:
-        calls.append(tuple(tensor.clone() for tensor in given))
-        return torch.zeros(len(given[1]), dtype=torch.bool)
-
-    stats = generate(llama, rule, new_tokens=12, max_draft=3, **ragged_batch(lengths))[1]
-    assert len(calls) == stats.draft_steps
-    for input_ids, logits, hidden_states in calls:
+    rule = Recording(ends=False)
+    assert stats_of(llama, rule, 12, 3, *lengths).draft_steps == len(rule.calls)
+    for input_ids, logits, hidden_states in rule.calls:
         assert logits.shape == (len(lengths), VOCABULARY)
         assert hidden_states.shape == (len(lengths), llama.config.hidden_size)
         assert torch.equal(input_ids[:, -1], logits.argmax(-1))
@@ -159,23 +142,33 @@ def test_what_a_users_rule_sees(llama: LlamaForCausalLM, lengths: tuple[int, ...
                 torch.testing.assert_close(logits, llama.lm_head(llama.model.norm(state)), rtol=1e-4, atol=1e-5)
 
 
-def test_a_users_rule_must_answer_for_each_row(llama: LlamaForCausalLM) -> None:
-    for answer in (None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool), torch.tensor([0.9, 0.0])):
-        with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
-            generate(llama, lambda *given, answer=answer: answer, new_tokens=4, **ragged_batch((4, 6)))
-    stats = generate(llama, lambda *given: torch.ones(2, dtype=torch.long), new_tokens=8, **ragged_batch((4, 6)))[1]
-    assert max(stats.accepted_lengths) <= 1  # whole numbers are fine
+@pytest.mark.parametrize(
+    "answer", [None, torch.tensor(True), torch.ones(2, 1, dtype=torch.bool), torch.tensor([0.9, 0.0])]
+)
+def test_a_users_rule_must_answer_for_each_row(answer: Any, llama: LlamaForCausalLM) -> None:
+    with pytest.raises(SettingTypeError, match=r"must return a BoolTensor \[2\], one value per row, got "):
+        stats_of(llama, lambda *given: answer, 4, 25, 4, 6)
+
+
+class Remembered:
+    """An adaptive threshold that shows the memory of each call, and what this held at its start."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Memory, Any]] = []
+
+    def start(self, rows: int, max_draft: int, memory: Memory) -> Any:
+        self.begun.append((memory, memory.value))
+        return AdaptiveThreshold(ConfidenceThreshold(0.5)).start(rows, max_draft, memory)
 
 
 def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
-    model, spec = drafts_well(), SelfSpec(EarlyExit(EXIT), AdaptiveThreshold(ConfidenceThreshold(0.5)), max_draft=4)
-    model.generate(**ragged_batch((5,)), do_sample=False, max_new_tokens=12, assistant=spec)
-    assert spec.stats is not None
-    shorter = sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4)
-    single, several = (
-        spec._knowledge_of(model, has_rows=has_rows).of("stop rule", lambda _: Memory()).value
-        for has_rows in (False, True)
-    )
+    model, rule = drafts_well(), Remembered()
+    spec, shorter = SelfSpec(EarlyExit(EXIT), rule, max_draft=4), list[int]()
+    for lengths in ((5,), (5, 5), (5,)):
+        model.generate(**ragged_batch(lengths), do_sample=False, max_new_tokens=12, assistant=spec)
+        shorter.append(sum(count for length, count in spec.stats.accepted_lengths.items() if 0 < length < 4))
+    (single, first), (several, other), (again, second) = rule.begun
+    assert first is other is None
+    assert single is again is not several
     # Everything is accepted: each draft that could have been longer lowers the threshold.
-    assert 0.5 > single[0] == pytest.approx(0.5 - 0.001 * shorter)
-    assert several is None
+    assert 0.5 > second[0] == pytest.approx(0.5 - 0.001 * shorter[0])
