@@ -9,10 +9,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
-from helpers.architectures import build
 from helpers.models import ragged_batch
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
@@ -154,44 +152,15 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
     assert sizes(1.0) == sizes(1e6)
 
 
-@pytest.mark.every_run("3-llama")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_sources_that_take_turns_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, free drafts, layers with free drafts, layers alone, matches; again and again."""
-    turn, seen = [0], set[tuple[bool, bool]]()
-    begin, model = Controller.begin, build(name)
-
-    def begun(self: Controller, *given: Any) -> None:
-        turn[0] += 1
-        begin(self, *given)
-
-    def choose(self: Controller, promised: Any, free: float = 0.0) -> str | None:
-        found = next(iter(promised)) if turn[0] % 5 in (2, 3) else None
-        seen.add((free > 0, found is not None))
-        return found
-
-    monkeypatch.setattr(Controller, "begin", begun)
-    monkeypatch.setattr(Controller, "speedup", lambda *given: 2.0 * (turn[0] % 5 in (1, 2)))
-    monkeypatch.setattr(Controller, "choose", choose)
-    inputs = ragged_batch((4, 9, 6)[:rows], seed=11)
-    options = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**inputs, **options)
-    spec = SelfSpec(Cascade([Lookup(), EarlyExit(2)]), FixedLength(3))
-    assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
-    assert len(seen) == 4
-
-
 def test_threads_record_rounds_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that share costs alone, and those that share results, too."""
-    found, threads = Measurements(), list[Thread]()
-    controllers = [Controller(of, "cpu", True) for of in (found, found, Measurements(found))]
+    found, threads, add = Measurements(), list[Thread](), ArmStats.add
+    first, *others = controllers = [Controller(of, "cpu", True) for of in (found, found, Measurements(found))]
     for controller in controllers:
         controller.begin(1, 1, 100)
-    first, *others = controllers
     fed(first.curve, {0: 0.02}, 8)
     assert all(other.curve is first.curve for other in others)
-    add = ArmStats.add
+    arms = [controller.arms["source"] for controller in controllers]
 
     def half_way(*given: Any) -> None:
         """Other threads record a round while this one does."""
@@ -204,8 +173,7 @@ def test_threads_record_rounds_one_after_the_other(monkeypatch: pytest.MonkeyPat
         add(*given)
 
     monkeypatch.setattr(ArmStats, "add", half_way)
-    _ = [controller.arms["source"] for controller in controllers]
     first.record("source", 0, 1, 0.02)
     for thread in threads:
         thread.join()
-    assert [controller.arms["source"].rounds for controller in controllers] == [2, 2, 1]
+    assert [arm.rounds for arm in arms] == [2, 2, 1]

@@ -1,5 +1,6 @@
 """Stop rules: the shipped ones by hand, a user's own inside ``generate``."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from helpers.fitted import Recording
 from helpers.models import VOCABULARY, damp, ragged_batch, tiny_llama
 from hf_selfspec import (
     AdaptiveThreshold,
+    Cascade,
     ConfidenceThreshold,
     EarlyExit,
     FixedLength,
+    Lookup,
     ProductThreshold,
     SelfSpec,
     SettingTypeError,
 )
+from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.drafts.stop import Memory, StopRule, start
 
 EXIT = 2
@@ -172,3 +176,14 @@ def test_the_threshold_follows_the_drafts_of_each_kind_of_call() -> None:
     assert single is again is not several
     # Everything is accepted: each draft that could have been longer lowers the threshold.
     assert 0.5 > second[0] == pytest.approx(0.5 - 0.001 * shorter[0])
+
+
+def test_two_exits_in_one_cascade_learn_apart(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a threshold of its own."""
+    turns, rule = itertools.count(), Remembered()
+    monkeypatch.setattr(Controller, "choose", lambda _, promised, free=0.0: sorted(promised)[next(turns) % 2])
+    spec = SelfSpec(Cascade([Lookup(0), EarlyExit(1), EarlyExit(5)]), rule)
+    llama.generate(**ragged_batch((6,)), max_new_tokens=60, assistant=spec)
+    first, second = (memory.value for memory, _ in rule.begun)
+    assert None not in (first, second)
+    assert first != second
