@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,25 @@ from transformers import PreTrainedModel
 from helpers.architectures import build
 from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
-from helpers.machine import Machine
+from helpers.machine import Machine, bytes_that_wait
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    SettingError,
-    SettingTypeError,
-    TopKTree,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
-from hf_selfspec.drafts import MTP, Cascade, Drafter, EarlyExitAdapter, Lookup, Session
+from hf_selfspec.drafts import MTP, Cascade, EarlyExitAdapter, Lookup
+from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.drafts.states import StatesDraft
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.modules.shipped import attach
 
-_WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
+# A tree, and further options of a call.
+_CALLS: dict[str, tuple[TopKTree | None, dict[str, Any]]] = {
+    "line": (None, {}),
+    "tree": (TopKTree(((0.9999, 3), (1.0, 1))), {}),
+    "chunks": (None, {"prefill_chunk_size": 4}),
+}
 
 
 @torch.no_grad()
@@ -75,59 +74,24 @@ def check_draft(model: PreTrainedModel, head: MtpHead, mask: torch.Tensor, text:
         assert line.tolist() == predicted(model, head, known, line)
 
 
-def check_drafts(model: PreTrainedModel, head: MtpHead, inputs: dict[str, Any], **options: Any) -> SelfSpec:
-    """All drafts of a call have the tokens that the head predicts, in each row."""
-    lengths = set[int]()
+@pytest.mark.every_run("line-batch-1|tree-one row-3")
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+@pytest.mark.parametrize("call", _CALLS)
+def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, call: str) -> None:
+    model, lengths, (tree, options) = tiny_llama(4, factor=0.5), set[int](), _CALLS[call]
+    head = attentive_mtp_of(model, layers)
 
     def check(text: Text, draft: Draft) -> None:
         check_draft(model, head, inputs["attention_mask"], text, draft)
         lengths.update(draft.lengths)
 
-    tree = options.pop("tree", None)
     spec = SelfSpec(watched(MTP(head), check), FixedLength(4), tree)
     plain = model.generate(**inputs, max_new_tokens=16, **options)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec, **options), plain)
-    assert max(lengths) == 4
-    return spec
-
-
-@pytest.mark.every_run("line-batch-1|tree-one row-3")
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
-@pytest.mark.parametrize("options", [{}, {"tree": _WIDE}, {"prefill_chunk_size": 4}], ids=["line", "tree", "chunks"])
-def test_drafts_are_what_the_layers_predict(layers: int, inputs: Any, options: Any) -> None:
-    model = tiny_llama(4, factor=0.5)
     with unchanged(model):
-        spec = check_drafts(model, attentive_mtp_of(model, layers), inputs, **options)
-    assert spec.stats is not None
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec, **options), plain)
+    assert max(lengths) == 4
     assert 0 < spec.stats.acceptance_rate < 1
-
-
-@dataclass(frozen=True)
-class Sometimes(MTP):
-    """Drafts in every fourth round. In the others nothing does, any tokens are drafted, or an early exit drafts, which
-    hands over the states that enter its layer."""
-
-    def start(self, session: Session) -> Drafter:
-        drafter: Any = super().start(session)
-        early: Any = EarlyExit(2).start(session)
-        propose, update, rounds = drafter.propose, drafter.update, [0]
-
-        def proposed(text: Text, max_new: list[int]) -> Draft:
-            rounds[0] += 1
-            if (turn := rounds[0] % 4) in (0, 3):
-                draft: Draft = (early.propose if turn else propose)(text, max_new)
-                return draft
-            line = text.ids[:, : 2 * turn - 2]
-            return Draft(line, [min(line.shape[1], most) for most in max_new])
-
-        def updated(*given: Any) -> None:
-            (drafter.observe if rounds[0] % 4 else update)(*given)
-            if rounds[0] % 4 == 3:
-                early.update(*given)
-
-        drafter.propose, drafter.update = proposed, updated
-        return drafter
 
 
 @pytest.mark.every_run("3-states0-8|.*states2-512")
@@ -136,24 +100,29 @@ class Sometimes(MTP):
 def test_rounds_of_others_are_taken_in(
     layers: int, states: tuple[int, ...], most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, where many wait."""
+    """Of free drafts, an early exit, which hands over the states that enter its layer, or nothing. In pieces, where
+    many wait."""
     machine.states_wait(most)
-    model, waiting, observe = tiny_llama(4, factor=0.5), list[int](), StatesDraft.observe
+    model, observe = tiny_llama(4, factor=0.5), StatesDraft.observe
     head, seen = attentive_mtp_of(model, layers, states), list[list[int]]()
+    chance, waiting = random.Random(0), list[int]()
 
     def observed(drafter: Any, *given: Any) -> None:
         observe(drafter, *given)
-        width = 4 * model.config.hidden_size * max(len(states), 1)
-        waiting.append(sum(piece.untyped_storage().nbytes() // width for piece in drafter._waiting))
+        waiting.append(bytes_that_wait(drafter) // (4 * model.config.hidden_size * max(len(states), 1)))
 
     def see(text: Text, draft: Draft) -> None:
-        if draft.states is None and draft.size > 2:
-            seen.append(draft.lengths)
-            check_draft(model, head, BATCH["attention_mask"], text, draft)
+        seen.append(draft.lengths)
+        check_draft(model, head, BATCH["attention_mask"], text, draft)
+
+    def choose(controller: Controller, promised: Any, free: float = 0.0) -> str | None:
+        return chance.choice([None, None, *promised])
 
     monkeypatch.setattr(StatesDraft, "observe", observed)
-    spec = SelfSpec(watched(Sometimes(head), see), FixedLength(4))
-    model.generate(**BATCH, max_new_tokens=36, assistant=spec)
+    monkeypatch.setattr(Controller, "choose", choose)
+    monkeypatch.setattr(Controller, "speedup", lambda *given: 2.0 * chance.randrange(2))
+    source = Cascade([Lookup(), EarlyExit(2), watched(MTP(head), see)])
+    model.generate(**BATCH, max_new_tokens=36, assistant=SelfSpec(source, FixedLength(4)))
     assert len(seen) > 3
     assert max(waiting) <= 3 * (most + layers)
 
@@ -169,23 +138,19 @@ def test_drawn_tokens_have_the_models_distribution(
     check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
 
 
-def of_another_width() -> Any:
-    spec = SelfSpec(MTP(mtp_of(build("qwen3"))))
-    return tiny_llama().generate(**ROW, max_new_tokens=4, assistant=spec)
-
-
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
-    wrong: Any = tiny_llama()
+    model, call = tiny_llama(), {"max_new_tokens": 4, "assistant": SelfSpec(MTP(mtp_of(build("qwen3"))))}
+    wrong: Any = model
     for make, kind, message in (
         (lambda: MTP(tmp_path / "none"), SettingError, "there is no saved part at"),
         (lambda: MTP(wrong), SettingTypeError, "must be MtpHead or the path"),
         (lambda: MtpHead([]), SettingError, "no configs of MTP layers"),
         (lambda: MtpHead([{}]), SettingError, "no configs of MTP layers"),
-        (lambda: MTP(MtpHead(MtpHead.of(wrong).configs)), SettingError, "has no weights yet"),
+        (lambda: MTP(MtpHead(MtpHead.of(model).configs)), SettingError, "has no weights yet"),
         (lambda: MtpHead([{"model_type": "nothing"}]), SettingError, "no configs of MTP layers"),
-        (lambda: MtpHead.of(wrong, state_layers=(3, 1)), SettingError, r"reads the states before layers \[3, 1\]"),
+        (lambda: MtpHead.of(model, state_layers=(3, 1)), SettingError, r"reads the states before layers \[3, 1\]"),
         (lambda: MtpHead.of(tiny_llama(2), state_layers=(1, 3)), SettingError, "the model has 2"),
-        (of_another_width, SettingError, "takes states of width 32, and the model has 64"),
+        (lambda: model.generate(**ROW, **call), SettingError, "takes states of width 32, and the model has 64"),
         (lambda: MtpHead.of(build("mamba")), UnsupportedModelError, "cannot stand alone"),
     ):
         with pytest.raises(kind, match=message):

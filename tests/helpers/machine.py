@@ -87,6 +87,11 @@ class Machine:
         self._set(packing, "kernel_for", lambda device, dtype: kernel)
 
 
+def bytes_that_wait(drafter: states.StatesDraft) -> int:
+    """The memory of the states that wait until a head takes them in."""
+    return sum(piece.untyped_storage().nbytes() for piece in drafter._waiting)
+
+
 def _in_four_bits(input: torch.Tensor, numbers: torch.Tensor, group_size: int, scales: torch.Tensor) -> torch.Tensor:
     scale, middle = scales.repeat_interleave(group_size, dim=0).unbind(-1)  # [k, n]
     return input @ ((numbers.t() - 8.0) * scale + middle)
