@@ -19,9 +19,7 @@ from helpers.calls import counted, new_spec
 from helpers.machine import Machine
 from helpers.models import character_tokenizer, tiny_llama
 from hf_selfspec import SelfSpec, errors
-from hf_selfspec.generate import unseen
 from hf_selfspec.learned.knowledge import Knowledge
-from hf_selfspec.model import module_tools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,28 +48,18 @@ def _imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What decides by time is given, see :class:`Machine`; in tests marked ``times_decide`` rounds are timed."""
-    found = Machine(monkeypatch)
-    monkeypatch.setattr(Knowledge, "add_call", counted)
-    if request.node.get_closest_marker("times_decide") is None:
-        found.rounds_are_not_timed()
-    for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:
-        getattr(found, name)()
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _code_of_tests_is_seen(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hooks, methods and functions with which tests look into calls are not taken for a user's, and layers of theirs
-    are a model's own; ``attached`` tests are about those."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:  # which `monkeypatch.undo` of a test leaves alone
+        found = Machine(patch)
+        patch.setattr(Knowledge, "add_call", counted)
         if request.node.get_closest_marker("attached") is None:
-            ours = {request.module.__name__.partition(".")[0], "helpers", "conftest", "unittest"}
-            for name in ("_HOOKS_OF", "_METHODS_OF", "_PARTS"):
-                patch.setattr(unseen, name, getattr(unseen, name) | ours)
-            patch.setattr(module_tools, "_TRUSTED", module_tools._TRUSTED | ours)
-        yield
+            found.code_of_tests_is_seen(request.module.__name__.partition(".")[0])
+        if request.node.get_closest_marker("times_decide") is None:
+            found.rounds_are_not_timed()
+        for name in [name for marker in request.node.iter_markers("machine") for name in marker.args]:
+            getattr(found, name)()
+        yield found
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_selfspec
 from helpers import architectures, models_table, multimodal
-from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.generate.contents import Contents
@@ -43,12 +44,13 @@ from hf_selfspec.model.attention.interface import speculative_attention
 from hf_selfspec.model.forward_pass import partial_forwards
 from hf_selfspec.model.module_tools import ModelView
 
-pytestmark = pytest.mark.attached
+pytestmark = [pytest.mark.attached, pytest.mark.filterwarnings("ignore")]
 
 ROW = {name: value[1:2] for name, value in ragged_batch().items()}
 BATCH = ragged_batch()
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 LLAMA = functools.partial(tiny_llama, 4, factor=0.5)
+FALCON = functools.partial(architectures.build, "falcon")
 SPECS = {"default": SelfSpec, "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4))}
 
 
@@ -102,14 +104,6 @@ class PassesOn(nn.Module):
         return hidden_states
 
 
-class Pruned(LlamaForCausalLM):
-    """With layers that have no keys and values."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[1], self.model.layers[2] = PassesOn(), PassesOn()
-
-
 class WithoutDecoder(LlamaForCausalLM):
     def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -125,41 +119,18 @@ class Scaled(nn.Parameter):
             return output * args[0].shape[1] if func is torch.nn.functional.linear else output
 
 
-class Counting(nn.Embedding):
-    """Counts positions itself."""
-
-    count = 0
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.count = ids.shape[1] + (self.count if ids.shape[1] < 6 else 0)
-        places = torch.arange(self.count - ids.shape[1], self.count)
-        return super().forward(ids) + 0.3 * torch.sin(places[:, None] / (1 + torch.arange(64)))
-
-
-def with_a_counting_embedding() -> LlamaForCausalLM:
+def with_a_layer_of_another_class() -> LlamaForCausalLM:
+    """Which has no keys and values."""
     model = LLAMA()
-    model.model.embed_tokens = Counting(VOCABULARY, 64, _weight=model.model.embed_tokens.weight.detach())
+    model.model.layers[1] = PassesOn()
     return model
 
 
-def with_a_forward_of_its_own() -> LlamaForCausalLM:
-    model = LLAMA()
-    usual = model.model.layers[2].mlp.forward
-
-    @functools.wraps(usual)
-    def forward(states: torch.Tensor) -> torch.Tensor:
-        return usual(states) * states.shape[1]
-
-    model.model.layers[2].mlp.forward = forward
-    return model
-
-
-def with_another_method() -> Any:
-    """Of a module, which its forward calls."""
-    model = architectures.build("falcon")
-    attention: Any = model.transformer.h[2].self_attention
-    usual = attention._split_heads
-    attention._split_heads = lambda fused: usual(fused * fused.shape[1])
+def with_another_method(model: Any, module: str, name: str) -> Any:
+    """Whose result depends on the number of tokens."""
+    of = model.get_submodule(module)
+    usual = getattr(of, name)
+    setattr(of, name, functools.wraps(usual)(lambda states: usual(states * states.shape[1])))
     return model
 
 
@@ -226,14 +197,6 @@ class Records(list[torch.Size]):
 
 
 @contextmanager
-def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    usual = getattr(owner, name)
-    setattr(owner, name, function(usual))
-    yield
-    setattr(owner, name, usual)
-
-
-@contextmanager
 def registered_attention() -> Iterator[None]:
     AttentionInterface.register("sdpa", other_values(sdpa_attention_forward))
     yield
@@ -249,8 +212,8 @@ def other_values(usual: Any) -> Any:
     return attention
 
 
-def other_positions(usual: Any) -> Any:
-    return lambda query, key, cos, sin, *rest: usual(query, key, cos, -sin, *rest)
+def other_positions(query: Any, key: Any, cos: Any, sin: Any, *rest: Any) -> Any:
+    return ROTARY(query, key, cos, -sin, *rest)
 
 
 class Passing(TorchFunctionMode):
@@ -258,6 +221,9 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+MLP, HEADS = ("model.layers.2.mlp", "forward"), ("transformer.h.2.self_attention", "_split_heads")
+ROTARY = modeling_llama.apply_rotary_pos_emb
+SDPA = torch.nn.functional.scaled_dot_product_attention
 # What makes a model, what is around its calls, and a part of the reason for which plain serves, empty for drafts: of a
 # model's own code, and below of what is attached to one if users trust it.
 OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str]] = {
@@ -266,38 +232,27 @@ OWN: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]
     "no cache": (lambda: of_class(WithoutCache), nullcontext, "leave the cache empty"),
     "last logits": (lambda: of_class(LAST_LOGITS), nullcontext, "logits of 1 of"),
     "a class without changes": (lambda: of_class(UNCHANGED), nullcontext, ""),
-    "layers without keys": (lambda: Pruned(LLAMA().config).eval(), nullcontext, ""),
     "no decoder": (lambda: of_class(WithoutDecoder), nullcontext, "NotImplementedError"),
     "weights of a class": (with_weights_of_a_class, nullcontext, "several tokens at once differ"),
     "other attention": (LLAMA, registered_attention, ""),
 }  # fmt: skip
 ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]], str]] = {
     "mode of torch": (LLAMA, Passing, ""),
-    "counted positions": (with_a_counting_embedding, nullcontext, "keeps something"),
-    "a forward of its own": (with_a_forward_of_its_own, nullcontext, "forward"),
-    "a method of a module": (with_another_method, nullcontext, "the _split_heads"),
+    "layer of a class": (with_a_layer_of_another_class, nullcontext, ""),
+    "a forward of its own": (lambda: with_another_method(LLAMA(), *MLP), nullcontext, "forward"),
+    "a method of a module": (lambda: with_another_method(FALCON(), *HEADS), nullcontext, "the _split_heads"),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
     "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
     "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
     "hook that records": (lambda: hooked(Records()), nullcontext, "keeps something"),
     "hook that prunes": (pruned, nullcontext, "hook"),
     "layers that are never called": (with_layers_that_are_never_called, nullcontext, "never called"),
-    "other kernel": (
-        LLAMA, lambda: replaced(torch.nn.functional, "scaled_dot_product_attention", other_values), "",
-    ),
-    "other positions": (LLAMA, lambda: replaced(modeling_llama, "apply_rotary_pos_emb", other_positions), ""),
+    "other kernel": (LLAMA, lambda: patch.object(torch.nn.functional, SDPA.__name__, other_values(SDPA)), ""),
+    "other positions": (LLAMA, lambda: patch.object(modeling_llama, ROTARY.__name__, other_positions), ""),
 }  # fmt: skip
 KINDS = OWN | ATTACHED
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("kind", "spec", "rows"),
     [
@@ -312,8 +267,8 @@ def quiet() -> Iterator[None]:
 )
 def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     make, around, why = KINDS[kind]
-    if rows == "batch" and kind in ("counted positions", "no cache"):
-        rows = "row"  # plain generate itself counts the padding, or fails
+    if rows == "batch" and kind == "no cache":
+        rows = "row"  # plain generate itself fails
     model, prompts = make(), BATCH if rows == "batch" else ROW
     assistant = replace(SPECS[spec](), trust=kind in ATTACHED)
     with around():
@@ -333,7 +288,7 @@ def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
 def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> None:
     """With one warning that names it; nothing of ours runs."""
     make, around, _ = ATTACHED[kind]
-    (model, spec), prompts = (make(), SelfSpec.lookup()), BATCH if kind != "counted positions" else ROW
+    (model, spec), prompts = (make(), SelfSpec.lookup()), BATCH
     with around(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
@@ -342,11 +297,11 @@ def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> 
     assert spec.stats is not None
     assert "may count forwards" in spec.stats.left_to_generate
     (message,) = (str(warning.message) for warning in told if "SelfSpec" in str(warning.message))
-    named = "mode Passing|class Counting|forward Llama|_split_heads|hook (Records|steered|pruned)|other_|with_layers"
+    named = "mode Passing|class PassesOn|forward Llama|_split_heads|hook (Records|steered|pruned)|other_|with_layers"
     assert re.search(f"({named}).* may count forwards", message)
 
 
-def test_a_model_is_checked_once_and_within_sixteen_forwards(quiet: None) -> None:
+def test_a_model_is_checked_once_and_within_sixteen_forwards() -> None:
     model, calls = of_class(UNCHANGED), list[int]()
 
     def hook(module: Any, args: Any, output: Any) -> None:
@@ -378,7 +333,7 @@ COUNTERS: dict[str, tuple[Any, Callable[[Any], int]]] = {
     "list": ([], lambda own: own.state.append(1) or len(own.state)),
     "array": (np.zeros(1), lambda own: int(np.add(own.state, 1, out=own.state)[0])),
     "tensor": (torch.zeros(1), lambda own: int(own.state.add_(1))),
-    "default of a function": (None, lambda own: counted_in_a_default()),
+    "default of a function": (None, lambda own, count=_COUNT: count.append(0) or len(count)),
     "module that was seen": (None, lambda own: counted_on(own.lm_head)),
     "iterator": (itertools.count(1), lambda own: next(own.state)),
 }  # fmt: skip
@@ -393,13 +348,8 @@ def counted_on(owner: Any) -> int:
     return owner.n
 
 
-def counted_in_a_default(count: list[int] = _COUNT) -> int:
-    count.append(0)
-    return len(count)
-
-
 @pytest.mark.parametrize("where", COUNTERS)
-def test_counts_of_forwards(quiet: None, where: str) -> None:
+def test_counts_of_forwards(where: str) -> None:
     """Where own code counts its forwards, and steers after 8, plain serves; a comparison leaves no trace."""
     found = []
     for spec in (None, SelfSpec.lookup()):
@@ -446,7 +396,7 @@ SWITCHES: dict[str, Callable[[Any, SwitchedHook, bool], Any]] = {
 
 
 @pytest.mark.parametrize("where", SWITCHES)
-def test_what_is_switched_is_compared_again(quiet: None, where: str) -> None:
+def test_what_is_switched_is_compared_again(where: str) -> None:
     torch.manual_seed(0)
     model, hook, spec = Switched(LLAMA().config).eval(), SwitchedHook(), replace(SelfSpec.lookup(), trust=True)
     model.model.layers[2].register_forward_hook(hook)
@@ -459,7 +409,7 @@ def test_what_is_switched_is_compared_again(quiet: None, where: str) -> None:
     assert left == [False, True, False, True, False]
 
 
-def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_matter_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "number_of_weights", lambda module: 0, raising=False)
     monkeypatch.setattr(torch.Tensor, "summary", lambda tensor: "", raising=False)
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: "a tensor")
@@ -470,7 +420,7 @@ def test_what_does_not_matter_is_drafted(quiet: None, monkeypatch: pytest.Monkey
     assert not Unseen.of(ModelView(model))
 
 
-def test_classes_of_a_notebook_go_with_their_models(quiet: None) -> None:
+def test_classes_of_a_notebook_go_with_their_models() -> None:
     def run_cell() -> list[weakref.ref[Any]]:
         model = of_class(kind := with_logits(lambda own, logits: logits))
         model.model.layers[2].register_forward_hook(hook := SwitchedHook())
@@ -482,7 +432,7 @@ def test_classes_of_a_notebook_go_with_their_models(quiet: None) -> None:
     assert [each() for each in alive] == [None] * 3
 
 
-def test_random_numbers_are_put_back(quiet: None) -> None:
+def test_random_numbers_are_put_back() -> None:
     """Those of Python and numpy, too."""
     model = of_class(with_logits(lambda own, logits: logits.roll(random.randrange(3) + int(np.random.randint(3)), -1)))
     texts = []
@@ -500,7 +450,7 @@ def by_a_table(own: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits * own.table
 
 
-def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
+def test_what_is_made_in_the_first_forward_is_no_state() -> None:
     """That call is left to plain, later ones are drafted."""
     model, spec, left = of_class(with_logits(by_a_table, table=None)), SelfSpec.lookup(), []
     for seed in range(3):
@@ -511,7 +461,7 @@ def test_what_is_made_in_the_first_forward_is_no_state(quiet: None) -> None:
     assert left == [True, False, False]
 
 
-def test_what_gradients_need_stays(quiet: None) -> None:
+def test_what_gradients_need_stays() -> None:
     model, vector = LLAMA(), nn.Parameter(torch.ones(64))
     model.model.layers[2].register_forward_hook(lambda module, args, output: output * vector)
     loss = model(**ROW, labels=ROW["input_ids"]).loss
@@ -520,7 +470,7 @@ def test_what_gradients_need_stays(quiet: None) -> None:
     assert vector.grad is not None
 
 
-def test_a_hook_that_reads_the_cache_later(quiet: None) -> None:
+def test_a_hook_that_reads_the_cache_later() -> None:
     """Not in silence, since the keys of drafts are there as well."""
     model = LLAMA()
 
@@ -541,9 +491,9 @@ def test_the_language_model_inside_is_looked_at() -> None:
     assert "its decoder's class MiniMaxModel" in Unseen.of(ModelView(LlavaForConditionalGeneration(config))).own
 
 
-def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
+def test_what_another_thread_has_installed_hides_nothing() -> None:
     """Ours is above a forward of others while any thread generates."""
-    model = with_a_forward_of_its_own()
+    model = with_another_method(LLAMA(), *MLP)
     before = Unseen.of(ModelView(model))
     holders = [*before.holders, *model.modules()]
     key = Contents(holders).key
@@ -552,7 +502,7 @@ def test_what_another_thread_has_installed_hides_nothing(quiet: None) -> None:
         assert Contents(holders).key == key
 
 
-def test_models_of_the_tests_are_not_checked(quiet: None) -> None:
+def test_models_of_the_tests_are_not_checked() -> None:
     """The list of seen classes is that of the tests; nothing about them is new."""
     names = set()
     for _, _, model in models_table.models():

@@ -8,8 +8,8 @@ import torch
 from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
-from hf_selfspec.generate import walk
-from hf_selfspec.model import forks, linear, patching, target
+from hf_selfspec.generate import unseen, walk
+from hf_selfspec.model import forks, linear, module_tools, patching, target
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
@@ -19,11 +19,19 @@ from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
 class Machine:
     """Gives tests the costs that decide what drafts; users have no setting for what their machine is measured for.
 
-    The fixture ``machine`` calls the first method for every test, and those that ``pytest.mark.machine`` names.
+    The fixture ``machine`` calls the first two methods for every test, and those that ``pytest.mark.machine`` names.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._set = patch.setattr
+
+    def code_of_tests_is_seen(self, library: str) -> None:
+        """Hooks, methods and functions with which tests look into calls are not taken for a user's, and layers of
+        theirs are a model's own; tests marked ``attached`` are about those."""
+        ours = {library, "helpers", "conftest", "unittest"}
+        for name in ("_HOOKS_OF", "_METHODS_OF", "_PARTS"):
+            self._set(unseen, name, getattr(unseen, name) | ours)
+        self._set(module_tools, "_TRUSTED", module_tools._TRUSTED | ours)
 
     def rounds_are_not_timed(self) -> None:
         """They cost what is guessed before the first one, so that promises count and nothing ever rests."""
