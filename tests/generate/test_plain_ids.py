@@ -18,7 +18,7 @@ from transformers import (
     WatermarkingConfig,
     pipeline,
 )
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, STATEFUL, build
@@ -43,18 +43,6 @@ pytestmark = pytest.mark.machine("verification_is_free", "packed_float32_is_fast
 
 Inputs = dict[str, torch.Tensor]
 _WIDE = TopKTree(((0.9999, 3), (1.0, 1)))
-
-
-class LastSeen(CandidateGenerator):
-    """A user's own draft: what followed the last token's previous occurrence."""
-
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        earlier = (input_ids[0, :-1] == input_ids[0, -1]).nonzero()
-        start = int(earlier[-1]) + 1 if len(earlier) else input_ids.shape[1]
-        return torch.cat([input_ids, input_ids[:, start : start + 4]], dim=1), None
-
-    def update_candidate_strategy(self, *args: Any) -> None:
-        """Abstract in transformers 5.17."""
 
 
 def reduced(model: PreTrainedModel) -> ReducedHead:
@@ -85,7 +73,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
     "adaptive": lambda model: SelfSpec.adaspeed(2),
     "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), TopKTree()),
-    "candidates": lambda model: SelfSpec(LastSeen()),
+    "candidates": lambda model: SelfSpec(PromptLookupCandidateGenerator(num_output_tokens=4, max_length=99)),
     "own source": lambda model: SelfSpec(Cascade([Lookup(max_nodes=2), Recalled()]), Alternating(3)),
     "own rule": lambda model: SelfSpec(EarlyExit(2), Alternating(2), max_draft=6),
 }
@@ -103,12 +91,14 @@ def said(model: PreTrainedModel) -> list[list[int]]:
 
 
 class PrefixShift(LogitsProcessor):
-    """Favours a token that follows from the last one, the length and the row."""
+    """Favours a token that follows from the last one, the length and the row; writes into the scores."""
+
+    is_stateless = True
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(scores))[:, None]
         favoured = (input_ids[:, -1:] * 7 + input_ids.shape[1] + 3 * rows) % VOCABULARY
-        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 0.4))
+        return scores.scatter_add_(1, favoured, torch.full(favoured.shape, 0.4))
 
 
 class RowEnds(StoppingCriteria):
