@@ -69,16 +69,11 @@ def test_ids_have_the_type_of_plain_generates(llama: LlamaForCausalLM) -> None:
 )
 def test_scores_and_logits(llama: LlamaForCausalLM, name: str, inputs: Inputs, with_eos: bool) -> None:
     """Equal up to each row's end; plain generate goes on computing scores for padding, which mean nothing."""
-    spec, rows = SPECS[name], new_tokens(llama, inputs, repetition_penalty=1.3, max_new_tokens=18)
+    spec, options = SPECS[name], {"repetition_penalty": 1.3, "max_new_tokens": 18}
+    rows = new_tokens(llama, inputs, **options)
     ends = [row[END + 3 * index] for index, row in enumerate(rows)] if with_eos else []
-    options = {
-        "repetition_penalty": 1.3,
-        "eos_token_id": ends or None,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "max_new_tokens": 18,
-    }
+    options |= {"eos_token_id": ends or None, "return_dict_in_generate": True}
+    options |= {"output_scores": True, "output_logits": True}
     ours, plain = ours_and_plain(llama, spec, inputs, **options)
     assert type(ours) is type(plain)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -97,39 +92,25 @@ def test_scores_and_logits(llama: LlamaForCausalLM, name: str, inputs: Inputs, w
     assert ours.keys() == plain.keys() == {"sequences", "logits", PAST}
 
 
-@pytest.fixture(scope="module")
-def chat_model() -> PreTrainedModel:
-    """With full attention and sliding windows."""
-    model = build("gemma3_text")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.mark.parametrize(
-    ("inputs", "return_dict", "sized"), [(ROW, False, True), (BATCH, True, False)], ids=["one row", "batch"]
-)
-def test_own_cache_is_filled(chat_model: PreTrainedModel, inputs: Inputs, return_dict: bool, sized: bool) -> None:
-    cache = DynamicCache(config=chat_model.config) if sized else DynamicCache()
-    output = chat_model.generate(
-        **inputs, max_new_tokens=14, **{PAST: cache}, return_dict_in_generate=return_dict, assistant=EXIT
-    )
+@pytest.mark.parametrize("sized", [True, False])
+def test_own_cache_is_filled(sized: bool) -> None:
+    """Of full attention and of sliding windows; calls go on from it."""
+    model, width = build("gemma3_text"), BATCH["input_ids"].shape[1]
+    cache = DynamicCache(config=model.config) if sized else DynamicCache()
+    ids = model.generate(**BATCH, max_new_tokens=14, **{PAST: cache}, assistant=EXIT)
     assert_mixed(EXIT)
-    ids = output.sequences if return_dict else output
-    assert cache.get_seq_length() == ids.shape[1] - 1
-    if return_dict:
-        assert output.past_key_values is cache
-    mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), 14 + 1, dtype=torch.long)], dim=1)
-    following = {"input_ids": torch.cat([ids, ids[:, -1:]], dim=1), "attention_mask": mask}
-    expected = chat_model.generate(**following, max_new_tokens=14)
-    assert torch.equal(chat_model.generate(**following, max_new_tokens=14, **{PAST: cache}), expected)
+    assert cache.get_seq_length() == ids.shape[1] - 1 == width + 13
+    mask = torch.cat([BATCH["attention_mask"], torch.ones(len(ids), 14, dtype=torch.long)], dim=1)
+    following: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 14}
+    expected = model.generate(**following)
+    assert torch.equal(model.generate(**following, **{PAST: cache}), expected)
 
 
-def test_prefill_in_chunks(chat_model: PreTrainedModel) -> None:
+def test_prefill_in_chunks(fresh_llama: LlamaForCausalLM) -> None:
+    """Whose ids are in ``test_plain_ids``."""
     widths: list[int] = []
-    hook = chat_model.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    ours, plain = ours_and_plain(chat_model, EXIT, BATCH, prefill_chunk_size=2, max_new_tokens=12)
-    hook.remove()
-    assert torch.equal(ours, plain)
+    fresh_llama.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    fresh_llama.generate(**BATCH, prefill_chunk_size=2, max_new_tokens=12, assistant=EXIT)
     assert max(widths) <= 5  # of verification
 
 

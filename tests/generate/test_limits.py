@@ -1,6 +1,5 @@
-"""Where texts, models and processes end: positions, lengths, numbers, threads, registrations."""
+"""What a call hands on to a model: arguments of its forward, positions without end, masks for flash kernels."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.architectures import build
 from helpers.calls import check_lossless, new_spec
-from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
+from helpers.models import ROW, ragged_batch, tiny_llama
 from hf_selfspec import (
     EarlyExit,
     FixedLength,
@@ -24,58 +23,34 @@ SPEC = new_spec()
 
 
 class Flipped(LlamaForCausalLM):
-    def forward(
-        self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: Any = 0, flip: Any = False, **kwargs: Any
-    ) -> Any:
-        output = super().forward(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
-        if flip:
-            output.logits = -output.logits
+    def forward(self, *args: Any, flip: bool = False, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits if flip else output.logits
         return output
 
 
-def test_own_forward_argument_reaches_every_forward() -> None:
-    llama = tiny_llama()
+def test_own_forward_argument_reaches_every_forward(llama: LlamaForCausalLM) -> None:
     model = Flipped(llama.config).eval()
     model.load_state_dict(llama.state_dict())
-    batch = ragged_batch()
-    expected = model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True)
-    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=20, do_sample=False))
-    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, flip=True, assistant=SPEC), expected)
-
-
-GROWN = (120, 100, 118)
+    options: dict[str, Any] = ROW | {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**options, flip=True)
+    assert not torch.equal(expected, model.generate(**options))
+    assert torch.equal(model.generate(**options, flip=True, assistant=SPEC), expected)
+    assert not SPEC.stats.left_to_generate
 
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        ("llama", (140,)),
-        ("mistral", GROWN),
-        ("gpt_neox", GROWN),
-        ("falcon-alibi", GROWN),
-        ("xglm", GROWN),
-        ("jamba", (140,)),
-        ("mamba2", (140,)),
-        ("nemotron_h", (140,)),
+        *((name, (140,)) for name in ("llama", "jamba", "mamba2", "nemotron_h")),
+        *((name, (120, 100, 118)) for name in ("mistral", "gpt_neox", "falcon-alibi", "xglm")),
     ],
 )
 def test_positions_that_are_computed_have_no_end(name: str, lengths: tuple[int, ...]) -> None:
     """The models have ``max_position_embeddings=128``; drafts go on beyond."""
-    model, spec = build(name), SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
-    batch = ragged_batch(lengths)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(**batch, **options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*cannot take")
-        assert torch.equal(model.generate(**batch, **options, assistant=spec), expected)
-    assert spec.stats.drafted >= 2 * spec.stats.rounds
-
-
-def test_padding_does_not_count_as_prompt() -> None:
-    model = tiny_gpt2()
-    batch = {name: torch.nn.functional.pad(value, (30, 0)) for name, value in ragged_batch().items()}
-    expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
-    assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False, assistant=SPEC), expected)
+    spec = SelfSpec(draft=EarlyExit(2), stop=FixedLength(3))
+    (stats,) = check_lossless(build(name), spec, 12, [ragged_batch(lengths)])
+    assert stats.drafted >= 2 * stats.rounds
 
 
 FLASH = "kernels-community/flash-attn2"
