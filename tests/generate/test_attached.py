@@ -20,11 +20,10 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    StaticCache,
 )
 
 import hf_selfspec
-from helpers.calls import PAST, PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
+from helpers.calls import PLAIN, Recorder, assert_not_used, assert_used, calls, new_spec
 from helpers.models import BATCH, ROW, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, UnsupportedOptionError, attach, detach
@@ -119,27 +118,35 @@ def test_wrappers(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     assert_used(wrapped.merge_and_unload(), spec)
 
 
-def test_the_call_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """Also inside: a model that exits early drafts with calls of its own generate."""
+@pytest.mark.parametrize("where", ["attached", "config"])
+def test_another_way_of_decoding_wins(fresh_llama: LlamaForCausalLM, spec: SelfSpec, where: str) -> None:
+    """Also inside: a model that exits early, or a second model, drafts with calls of its own generate."""
 
     def own_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> str:
         return "own loop"
 
     config, small = GenerationConfig(max_new_tokens=8), tiny_llama(layers=2)
+    plain = fresh_llama.generate(**ROW, max_new_tokens=8)
     for model in (fresh_llama, small):
-        attach(model, spec)
+        attach(model, spec) if where == "attached" else setattr(model.generation_config, "assistant", spec)
     assert fresh_llama.generate(**ROW, generation_config=config, custom_generate=own_loop) == "own loop"
     assert fresh_llama.generate(ROW["input_ids"], config, *[None] * 8, own_loop) == "own loop"
-    plain = fresh_llama.generate(**ROW, max_new_tokens=8, **PLAIN)
-    for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}, {"assistant_model": small}):
-        assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8, **option), plain)
+    for option in (
+        {"max_new_tokens": 8, "prompt_lookup_num_tokens": 3},
+        {"max_new_tokens": 8, "assistant_early_exit": 3},
+        {"max_new_tokens": 8, "assistant_model": small},
+        {"generation_config": GenerationConfig(max_new_tokens=8, prompt_lookup_num_tokens=3)},
+        {"generation_config": GenerationConfig(max_new_tokens=8, assistant=spec), "assistant_model": small},
+    ):
+        assert torch.equal(fresh_llama.generate(**ROW, **option), plain)
     assert calls(spec) == 0
 
 
 def masked(row: int) -> dict[str, torch.Tensor]:
     """A prompt of nothing but padding."""
-    is_other = torch.arange(len(BATCH["input_ids"]))[:, None] != row
-    return BATCH | {"attention_mask": BATCH["attention_mask"] * is_other}
+    mask = BATCH["attention_mask"].clone()
+    mask[row] = 0
+    return BATCH | {"attention_mask": mask}
 
 
 OWN_POSITIONS = {**ROW, "position_ids": torch.arange(12)[None] + 3}
@@ -153,7 +160,8 @@ def eager() -> PreTrainedModel:
 
 # What a SelfSpec cannot serve: the model, what is passed, and words of the warning.
 NOT_SERVED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
-    *((eager, {**ROW, name: value}, name) for name, value in (("num_beams", 2), ("output_attentions", True))),
+    (eager, ROW | {"num_beams": 2}, "num_beams"),
+    (eager, ROW | {"output_attentions": True}, "output_attentions"),
     (tiny_t5, ROW, "is an encoder-decoder"),
     (tiny_rwkv, ROW, "is stateful"),
     (eager, masked(1), "the prompt of row 1 is empty"),
@@ -162,7 +170,7 @@ NOT_SERVED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("make", "given", "words"), NOT_SERVED, ids=[words for *_, words in NOT_SERVED])
 def test_what_cannot_be_served(make: Callable[[], Any], given: dict[str, Any], words: str) -> None:
-    """Is what plain gives, with one warning in two calls; another reason is another warning."""
+    """Is what plain gives, with one warning in two calls."""
     model, spec, options = make(), new_spec(), {"max_new_tokens": 6, "return_dict_in_generate": True}
     plain = model.generate(**given, **options, **PLAIN)
     with attach(model, spec):
@@ -179,9 +187,6 @@ def test_what_cannot_be_served(make: Callable[[], Any], given: dict[str, Any], w
         assert f"attached to this {type(model).__name__} cannot serve a call, so plain" in str(told.message)
         assert words in str(told.message)
         assert told.filename == __file__, "not the line of the caller"
-        if make is eager:
-            with pytest.warns(UserWarning, match="StaticCache"):
-                model.generate(**ROW, max_new_tokens=4, **{PAST: StaticCache(config=model.config, max_cache_len=64)})
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -199,19 +204,18 @@ def test_what_only_the_prepared_call_shows(fresh_llama: LlamaForCausalLM, spec: 
 
 
 def test_statistics_are_those_of_the_last_call(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """Also where plain generate has served it, whether that was known before the prompt was prepared or after."""
+    """Also where plain generate has served it, whether that was known before the prompt was prepared or after; another
+    reason is another warning."""
     with attach(fresh_llama, spec):
-        for inputs, options in (({}, {"num_beams": 2}), (OWN_POSITIONS, {})):
+        for given in (ROW | {"num_beams": 2}, OWN_POSITIONS):
             fresh_llama.generate(**ROW, max_new_tokens=8)
             assert spec.stats is not None
             assert (spec.stats.left_to_generate, spec.stats.tokens) == ("", 8)
             with pytest.warns(UserWarning, match="plain generate serves it"):
-                fresh_llama.generate(**ROW | inputs, **options, max_new_tokens=4)
-            told = spec.stats
-            assert told.left_to_generate.startswith("this SelfSpec cannot serve it (")
-            assert (told.tokens, told.drafted) == (0, 0)
-            assert told.total_seconds > 0
-            assert str(told).startswith("left to plain generate, since this SelfSpec cannot serve it (")
+                fresh_llama.generate(**given, max_new_tokens=4)
+            assert (spec.stats.tokens, spec.stats.drafted) == (0, 0)
+            assert spec.stats.total_seconds > 0
+            assert str(spec.stats).startswith("left to plain generate, since this SelfSpec cannot serve it (")
 
 
 def test_invalid_logits_are_no_error_where_nobody_asked_for_a_spec() -> None:
@@ -236,20 +240,18 @@ class Wrapping(PreTrainedModel):
 
 def test_a_language_model_inside(spec: SelfSpec) -> None:
     """Its ``generate`` is called by that of the model around it, to which a ``SelfSpec`` is attached, or its config."""
-    model, inputs = Wrapping(), ROW
-    plain = model.generate(**inputs, max_new_tokens=12)
+    model = Wrapping()
     attach(model, spec)
-    assert_used(model, spec, inputs)
+    assert_used(model, spec, ROW)
     detach(model)
     assert_not_used(model, spec)
     model.generation_config.assistant = spec
-    assert_used(model, spec, inputs)
+    assert_used(model, spec, ROW)
     # As a pipeline does, which is no choice of the caller's: what cannot be served is left to plain generate.
     config = copy.deepcopy(model.generation_config)
-    config.max_new_tokens = 12
-    assert torch.equal(model.generate(**inputs, generation_config=config), plain)
-    with pytest.warns(UserWarning, match=f"in the generation config of this {type(model).__name__} cannot serve"):
-        model.generate(**inputs, generation_config=config, num_beams=2)
+    assert_used(model, spec, ROW, generation_config=config)
+    with pytest.warns(UserWarning, match="in the generation config of this Wrapping cannot serve"):
+        model.generate(**ROW, generation_config=config, num_beams=2, max_new_tokens=4)
     assert calls(spec) == 3
 
 
@@ -276,41 +278,39 @@ def test_a_language_model_inside_of_one_that_decodes(llama: LlamaForCausalLM, sp
 
 
 class OwnLoop(LlamaForCausalLM):
+    """Like MusicGen."""
+
     def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         return input_ids
 
 
-def test_a_decode_loop_of_its_own(llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    """Like MusicGen's."""
-    with pytest.warns(UserWarning, match="generate of OwnLoop has a decode loop of its own, .* nothing is drafted"):
-        attach(OwnLoop(llama.config), spec)
-
-
-def kept_in_an_attribute(model: Any) -> Any:
+def as_unsloth_does(model: Any) -> Any:
     model.usual = model.generate
     return MethodType(lambda self, *args, **options: self.usual(*args, **options), model)
 
 
-# What is set as a model's own ``generate``, and whether it may not reach ours.
-REPLACED: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "as Unsloth does": (kept_in_an_attribute, True),
-    "looked up": (lambda model: lambda *args, **options: type(model).generate(model, *args, **options), False),
-    "a loop": (lambda model: lambda input_ids, **options: input_ids, True),
+# What is set as a model's own ``generate``, and the warning where it may not reach ours.
+MAYBE = "generate of Llama.* reaches it only if hf_selfspec was imported before .* nothing is drafted"
+REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "as Unsloth does": (as_unsloth_does, MAYBE),
+    "looked up": (lambda model: lambda *args, **options: type(model).generate(model, *args, **options), ""),
+    "a loop": (lambda model: lambda input_ids, **options: input_ids, MAYBE),
 }
 
 
 @pytest.mark.parametrize("form", REPLACED)
-def test_a_generate_that_is_set_on_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, form: str) -> None:
+def test_a_generate_of_a_models_own(fresh_llama: LlamaForCausalLM, spec: SelfSpec, form: str) -> None:
     """Where it may not reach what is attached, ``attach`` says so."""
-    make, is_told = REPLACED[form]
+    make, words = REPLACED[form]
     hf_selfspec.uninstall()
     fresh_llama.generate = make(fresh_llama)
     hf_selfspec.install()
-    words = r"generate of Llama.* reaches it only if hf_selfspec was imported before .* nothing is drafted"
-    with pytest.warns(UserWarning, match=words) if is_told else nullcontext():
+    with pytest.warns(UserWarning, match=words) if words else nullcontext():
         attach(fresh_llama, spec)
     fresh_llama.generate(ROW["input_ids"], max_new_tokens=8)
-    assert (spec.stats is None) is is_told
+    assert (spec.stats is None) is bool(words)
+    with pytest.warns(UserWarning, match="generate of OwnLoop has a decode loop of its own, .* nothing is drafted"):
+        attach(OwnLoop(fresh_llama.config), spec)
 
 
 def test_continuous_batching(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
