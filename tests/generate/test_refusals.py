@@ -26,26 +26,17 @@ from helpers.calls import PAST
 from helpers.models import BATCH, VOCABULARY, ragged_batch, tiny_gpt2, tiny_llama, tiny_rwkv, tiny_t5
 from helpers.processes import peft_calls_old_name
 from hf_selfspec import (
-    AdaptiveThreshold,
-    Cascade,
-    ConfidenceThreshold,
     DraftSource,
     EarlyExit,
     FixedLength,
-    Lookup,
     NumericalError,
-    OfflineSearch,
-    OnTheFlySearch,
     SelfSpec,
     SelfSpecError,
     SettingError,
     SettingTypeError,
     SkipLayers,
-    TopKTree,
     UnsupportedModelError,
     UnsupportedOptionError,
-    attach,
-    detach,
 )
 
 pytestmark = peft_calls_old_name
@@ -111,15 +102,9 @@ def with_rope(kind: str, **parameters: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def with_config(name: str, value: Any) -> LlamaForCausalLM:
+def with_config(name: str, value: Any, of: str = "config") -> LlamaForCausalLM:
     model = tiny_llama()
-    setattr(model.config, name, value)
-    return model
-
-
-def with_beams_in_its_config() -> LlamaForCausalLM:
-    model = tiny_llama()
-    model.generation_config.num_beams = 2
+    setattr(getattr(model, of), name, value)
     return model
 
 
@@ -131,12 +116,6 @@ def cache_of(part: Callable[[DynamicCache], Any] | None = None, is_offloaded: bo
         changed = part(cache)
         changed.update = functools.partial(changed.update)
     return {PAST: cache}
-
-
-def finished_cache(model: LlamaForCausalLM) -> dict[str, Any]:
-    """The text and the cache of a call: nothing is left to go on from."""
-    output = model.generate(**ROW, max_new_tokens=4, return_dict_in_generate=True)
-    return {"input_ids": output.sequences[:, :-1], PAST: output.past_key_values}
 
 
 def of(draft: Any, stop: Any = None) -> dict[str, Any]:
@@ -157,7 +136,7 @@ CALLS: dict[str, tuple[Callable[[], Any] | None, Any, type[SelfSpecError], Words
         f"{name}={value!r:.12}": (None, {name: value}, OPTION, (f"{name}={value!r}", advice))
         for name, value, advice in OPTIONS
     },
-    "beams of the model's": (with_beams_in_its_config, {}, OPTION, ("num_beams=2",)),
+    "beams of the model's": (lambda: with_config("num_beams", 2, "generation_config"), {}, OPTION, ("num_beams=2",)),
     "no cache": (None, {"use_cache": False}, OPTION, ("use_cache=False", "leave it out")),
     "no cache in a config": (None, {"generation_config": GenerationConfig(use_cache=False)}, OPTION, ("use_cache",)),
     "a second model": (None, {"assistant_model": tiny_llama(1)}, OPTION, ("assistant_model", "give one of the two")),
@@ -231,8 +210,11 @@ def test_what_is_beside_a_refusal_is_served(llama: LlamaForCausalLM) -> None:
 
 
 def test_nothing_new_beside_the_cache(llama: LlamaForCausalLM) -> None:
+    """Of a call whose text lacks the last token, so that nothing is left to go on from."""
+    begun = llama.generate(**ROW, max_new_tokens=4, return_dict_in_generate=True)
+    given = {"input_ids": begun.sequences[:, :-1], PAST: begun.past_key_values}
     with pytest.raises(SettingError, match=r"the prompt is empty: 10 columns of input for a text of 10 .* whole text"):
-        llama.generate(**finished_cache(llama), max_new_tokens=4, assistant=SelfSpec())
+        llama.generate(**given, max_new_tokens=4, assistant=SelfSpec())
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -311,55 +293,57 @@ class Listed(DraftSource):
 
 
 GENERATOR = PromptLookupCandidateGenerator(max_length=9)
+NAMES = {name: getattr(hf_selfspec, name) for name in hf_selfspec.__all__} | globals()
 # What no setting can be, with what the message has to name: the setting, what is allowed and what was given.
-SETTINGS: list[tuple[Callable[[], Any], type[SelfSpecError], tuple[str, ...]]] = [
-    (lambda: EarlyExit(0), SettingError, ("EarlyExit(layer)", "at least 1", "got 0")),
-    (lambda: EarlyExit(10**12), SettingError, ("EarlyExit(layer)", "at most 4096", "got 1000000000000")),
-    (lambda: SkipLayers(attention=[0]), SettingError, ("SkipLayers(attention=[0])", "layer 0 is never skipped")),
-    (lambda: SkipLayers(ratio=0.4), SettingError, ("search=OnTheFlySearch",)),
-    (lambda: SelfSpec.swift(ratio=1.0), SettingError, ("SkipLayers(ratio) must lie between 0 and 1",)),
-    (lambda: SelfSpec.swift(search=32), SettingTypeError, ("OnTheFlySearch() or None, got 32",)),
-    (lambda: OfflineSearch(seed=-1), SettingError, ("OfflineSearch(seed) must be at least 0, got -1",)),
-    (lambda: OnTheFlySearch(budget=0.0), SettingError, ("OnTheFlySearch(budget) must",)),
-    (lambda: ConfidenceThreshold(1), SettingError, ("ConfidenceThreshold(threshold)", "excluded", "got 1")),
-    (lambda: ConfidenceThreshold(float("nan")), SettingError, ("between 0 and 1 (both excluded), got nan",)),
-    (lambda: FixedLength(0), SettingError, ("FixedLength(num_tokens) must be at least 1, got 0",)),
-    (lambda: SelfSpec.adaspeed(probe=0.5), SettingTypeError, ("ProductThreshold(confidence) must be a function",)),
-    (lambda: AdaptiveThreshold(FixedLength(3)), SettingTypeError, ("AdaptiveThreshold(rule) must be",)),
-    (lambda: AdaptiveThreshold(target=-0.1), SettingError, ("AdaptiveThreshold(target) must lie",)),
-    (lambda: TopKTree(((0.8, 2), (0.5, 3), (1.0, 1))), SettingError, ("rise from above 0 to 1", "got ((0.8, 2)")),
-    (lambda: TopKTree([(1.0, 3)]), SettingError, ("must be a tuple of (confidence, k) pairs",)),
-    (lambda: TopKTree(((1.0, 0),)), SettingError, ("k must be at least 1, got 0",)),
-    (lambda: TopKTree(((1.0, True),)), SettingTypeError, ("k must be a whole number of at least 1, got ",)),
-    (lambda: Lookup(-1), SettingError, ("Lookup(stored_tokens) must be at least 0, got -1",)),
-    (lambda: SelfSpec.lookup(1 << 30), SettingError, ("Lookup(stored_tokens) must be at most 1048576",)),
-    (lambda: Lookup(max_nodes=32), SettingError, ("Lookup(max_nodes) must be at most 31",)),
-    (lambda: SelfSpec(draft="exit"), SettingTypeError, ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'")),
-    (lambda: SelfSpec(stop=FixedLength), SettingTypeError, ("SelfSpec(stop) must be FixedLength(n), Confidence",)),
-    (lambda: SelfSpec(tree=3), SettingTypeError, ("SelfSpec(tree)", "TopKTree or None", "3")),
-    (lambda: SelfSpec(max_draft=0), SettingError, ("SelfSpec(max_draft)", "at least 1", "got 0")),
-    (lambda: SelfSpec.layerskip(6, 2, FixedLength(2)), SettingError, ("give one of the two",)),
-    (lambda: Cascade([Listed()]), SettingError, ("Cascade(sources)",)),
-    (lambda: Cascade([Lookup(), EarlyExit(3), EarlyExit(3)]), SettingError, ("one Lookup and different others",)),
-    (lambda: Cascade([Lookup(), Cascade([Lookup()])]), SettingError, ("Cascade(sources)",)),
-    (lambda: Cascade([Lookup(), GENERATOR]), SettingTypeError, ("Cascade(sources)",)),
-    (lambda: Cascade(None), SettingTypeError, ("Cascade(sources)",)),
-    (lambda: SelfSpec.layerskip(max_draft=1025), SettingError, ("layerskip(max_draft) must be at most 1024",)),
-    *((lambda task=task: SelfSpec(task=task), SettingError, ("(task) names a",)) for task in ("", "../a", "a" * 51, 3)),
-    (lambda: SelfSpec(graphs="x"), SettingTypeError, ("SelfSpec(graphs) must be True or False, got 'x'",)),
-    (lambda: SelfSpec(exact=1), SettingTypeError, ("SelfSpec(exact) must be True or False, got 1",)),
-    (lambda: attach(tiny_llama(1), SelfSpec), SettingTypeError, ("attach(model, spec) takes a SelfSpec, ", "<class")),
-    (lambda: attach(torch.nn.Linear(1, 1), SelfSpec()), SettingTypeError, ("attach takes a causal LM", "got Linear")),
-    (lambda: detach(torch.nn.Linear(1, 1)), SettingTypeError, ("detach takes a causal LM", "got Linear")),
-    (lambda: SelfSpec.kangaroo(5), SettingTypeError, ("must be Adapter or the path of a saved one",)),
-    # What would have no effect.
-    (lambda: SelfSpec(Listed(), FixedLength(3)), SettingError, ("SelfSpec(stop=", "no effect here: Listed drafts w")),
-    (lambda: SelfSpec(GENERATOR, tree=TopKTree()), SettingError, ("tree=", "Generator drafts as many tokens as it")),
-]
+VALUES: dict[str, Words] = {
+    "EarlyExit(0)": ("EarlyExit(layer)", "at least 1", "got 0"),
+    "EarlyExit(10**12)": ("EarlyExit(layer)", "at most 4096", "got 1000000000000"),
+    "SkipLayers(attention=[0])": ("SkipLayers(attention=[0])", "layer 0 is never skipped"),
+    "SkipLayers(ratio=0.4)": ("search=OnTheFlySearch",),
+    "SelfSpec.swift(ratio=1.0)": ("SkipLayers(ratio) must lie between 0 and 1",),
+    "OfflineSearch(seed=-1)": ("OfflineSearch(seed) must be at least 0, got -1",),
+    "OnTheFlySearch(budget=0.0)": ("OnTheFlySearch(budget) must",),
+    "ConfidenceThreshold(1)": ("ConfidenceThreshold(threshold)", "excluded", "got 1"),
+    "ConfidenceThreshold(float('nan'))": ("between 0 and 1 (both excluded), got nan",),
+    "FixedLength(0)": ("FixedLength(num_tokens) must be at least 1, got 0",),
+    "AdaptiveThreshold(target=-0.1)": ("AdaptiveThreshold(target) must lie",),
+    "TopKTree(((0.8, 2), (0.5, 3), (1.0, 1)))": ("rise from above 0 to 1", "got ((0.8, 2)"),
+    "TopKTree([(1.0, 3)])": ("must be a tuple of (confidence, k) pairs",),
+    "TopKTree(((1.0, 0),))": ("k must be at least 1, got 0",),
+    "Lookup(-1)": ("Lookup(stored_tokens) must be at least 0, got -1",),
+    "SelfSpec.lookup(1 << 30)": ("Lookup(stored_tokens) must be at most 1048576",),
+    "Lookup(max_nodes=32)": ("Lookup(max_nodes) must be at most 31",),
+    "SelfSpec(max_draft=0)": ("SelfSpec(max_draft)", "at least 1", "got 0"),
+    "SelfSpec.layerskip(6, 2, FixedLength(2))": ("give one of the two",),
+    "Cascade([Listed()])": ("Cascade(sources)",),
+    "Cascade([Lookup(), EarlyExit(3), EarlyExit(3)])": ("one Lookup and different others",),
+    "Cascade([Lookup(), Cascade([Lookup()])])": ("Cascade(sources)",),
+    "SelfSpec.layerskip(max_draft=1025)": ("layerskip(max_draft) must be at most 1024",),
+    "SelfSpec(Listed(), FixedLength(3))": ("SelfSpec(stop=", "no effect here: Listed drafts w"),
+    "SelfSpec(GENERATOR, tree=TopKTree())": ("tree=", "Generator drafts as many tokens as it"),
+    **{f"SelfSpec(task={task!r})": ("(task) names a",) for task in ("", "../a", "a" * 51, 3)},
+}
+TYPES: dict[str, Words] = {
+    "SelfSpec.swift(search=32)": ("OnTheFlySearch() or None, got 32",),
+    "SelfSpec.adaspeed(probe=0.5)": ("ProductThreshold(confidence) must be a function",),
+    "AdaptiveThreshold(FixedLength(3))": ("AdaptiveThreshold(rule) must be",),
+    "TopKTree(((1.0, True),))": ("k must be a whole number of at least 1, got ",),
+    "SelfSpec(draft='exit')": ("SelfSpec(draft)", "EarlyExit(layer)", "'exit'"),
+    "SelfSpec(stop=FixedLength)": ("SelfSpec(stop) must be FixedLength(n), Confidence",),
+    "SelfSpec(tree=3)": ("SelfSpec(tree)", "TopKTree or None", "3"),
+    "Cascade([Lookup(), GENERATOR])": ("Cascade(sources)",),
+    "Cascade(None)": ("Cascade(sources)",),
+    "SelfSpec(graphs='x')": ("SelfSpec(graphs) must be True or False, got 'x'",),
+    "SelfSpec(exact=1)": ("SelfSpec(exact) must be True or False, got 1",),
+    "attach(tiny_llama(1), SelfSpec)": ("attach(model, spec) takes a SelfSpec, ", "<class"),
+    "attach(torch.nn.Linear(1, 1), SelfSpec())": ("attach takes a causal LM", "got Linear"),
+    "detach(torch.nn.Linear(1, 1))": ("detach takes a causal LM", "got Linear"),
+    "SelfSpec.kangaroo(5)": ("must be Adapter or the path of a saved one",),
+}
 
 
-@pytest.mark.parametrize(("make", "error", "words"), SETTINGS)
-def test_a_setting_that_is_refused(make: Callable[[], Any], error: type[SelfSpecError], words: Words) -> None:
-    with pytest.raises(error) as caught:
-        make()
-    assert all(word in str(caught.value) for word in words), caught.value
+@pytest.mark.parametrize("setting", VALUES | TYPES)
+def test_a_setting_that_is_refused(setting: str) -> None:
+    with pytest.raises(SettingError if setting in VALUES else SettingTypeError) as caught:
+        eval(setting, NAMES)
+    assert all(word in str(caught.value) for word in (VALUES | TYPES)[setting]), caught.value
