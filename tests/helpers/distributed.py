@@ -158,30 +158,18 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-class RowsSeen(TrainerCallback):
-    """Counts the rows that the layers' MLPs run on.
+def rows_seen(model: Any) -> list[list[int]]:
+    """For each forward from now on the rows that the MLP of each layer runs on."""
+    found: list[list[int]] = []
+    layers = model.model.layers
+    model.register_forward_pre_hook(lambda *_: found.append([0] * len(layers)))
+    for index, layer in enumerate(layers):
 
-    Attributes:
-        steps: for each training step the rows of each layer.
-        evaluations: for each evaluated batch the same.
-    """
+        def count(module: Any, args: tuple[torch.Tensor, ...], index: int = index) -> None:
+            found[-1][index] += args[0].shape[0]
 
-    def __init__(self, model: Any) -> None:
-        self.steps: list[list[int]] = []
-        self.evaluations: list[list[int]] = []
-        for index, layer in enumerate(model.model.layers):
-            layer.mlp.register_forward_pre_hook(self._counter(index))
-        self.model = model
-        model.register_forward_pre_hook(self._start)
-
-    def _start(self, module: Any, args: Any) -> None:
-        (self.steps if module.training else self.evaluations).append([0] * len(self.model.model.layers))
-
-    def _counter(self, index: int) -> Callable[..., None]:
-        def count(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            (self.steps if module.training else self.evaluations)[-1][index] += args[0].shape[0]
-
-        return count
+        layer.mlp.register_forward_pre_hook(count)
+    return found
 
 
 def exits(every: int = 2) -> EarlyExitLoss:
@@ -214,11 +202,11 @@ def run_case(wrapper: str, case: str, folder: Path) -> None:
     """One training in this process and its siblings; leaves what it found in a file for each rank."""
     callbacks, options = CASES[case]
     model = tiny()
-    seen = RowsSeen(model)
+    seen = rows_seen(model)
     with patch.dict(os.environ):  # in which TrainingArguments leave settings for accelerate
         run = trainer(
             model,
-            [*callbacks(), seen],
+            callbacks(),
             folder / "run",
             **({"per_device_train_batch_size": 2} | options | WRAPPERS[wrapper]),
         )
@@ -231,7 +219,7 @@ def run_case(wrapper: str, case: str, folder: Path) -> None:
     result = {
         "weights": found,
         "kind": type(run.model_wrapped).__name__,
-        "rows": seen.steps,
+        "rows": seen,
         "logs": [entry for entry in run.state.log_history if "loss" in entry],
         "attributes": sorted(
             f"{name}.{key}"

@@ -20,24 +20,9 @@ from helpers.fitted import adapter_of, heads_of, mtp_of
 from helpers.models import character_tokenizer, ragged_batch, tiny_llama
 from helpers.multimodal import build as build_multimodal
 from helpers.processes import peft_calls_old_name
-from hf_selfspec import (
-    MTP,
-    Cascade,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    FixedLength,
-    Lookup,
-    MtpHead,
-    OnTheFlySearch,
-    SelfSpec,
-    SelfSpecError,
-    SettingError,
-    SettingTypeError,
-    SkipLayers,
-    UnsupportedModelError,
-    load_head,
-)
+from hf_selfspec import FixedLength, MtpHead, OnTheFlySearch, SelfSpec, load_head
+from hf_selfspec.drafts import MTP, Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
+from hf_selfspec.errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.tools import exporting
 from hf_selfspec.tools.exporting import partial_logits

@@ -16,11 +16,11 @@ from hf_selfspec import (
     OfflineSearch,
     OnTheFlySearch,
     SelfSpec,
-    SelfSpecError,
-    SkipLayers,
     TopKTree,
     tune,
 )
+from hf_selfspec.drafts import SkipLayers
+from hf_selfspec.errors import SelfSpecError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.search import bayes

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from helpers.distributed import LAYERS, WIDTH, Row, RowsSeen, exits, rows, tiny, weights
+from helpers.distributed import LAYERS, WIDTH, Row, exits, rows, rows_seen, tiny, weights
 from helpers.train.by_hand import (
     SEED,
     ByHand,
@@ -80,10 +80,10 @@ def embedded(samples: list[Row]) -> Row:
 def test_dropped_rows_leave_the_batch(tmp_path: Path, collate: Any, samples: int, steps: int) -> None:
     """Layers run on as many as stay. A row is a sample: all sequences of a packed one run through a layer, or none."""
     model, data = tiny(), [{name: row[name] for name in ("input_ids", "labels")} for row in rows(16)]
-    rows_seen = RowsSeen(model)
+    seen = rows_seen(model)
     train(tmp_path, [LayerDropout(0.9)], model, data=data, settings={"data_collator": collate}, max_steps=steps)
-    assert rows_seen.steps == [stays(step, samples, 0.9).sum(0).tolist() for step in range(steps)]
-    assert {counts[0] for counts in rows_seen.steps} == {samples}
+    assert seen == [stays(step, samples, 0.9).sum(0).tolist() for step in range(steps)]
+    assert {counts[0] for counts in seen} == {samples}
 
 
 def test_ends_that_go_over_several_rows_are_refused() -> None:
@@ -105,13 +105,13 @@ def test_forwards_without_gradients_drop_nothing(tmp_path: Path) -> None:
             return loss
 
     expected, model = train(tmp_path, both()), tiny()
-    rows_seen = RowsSeen(model)
+    seen = rows_seen(model)
     run = WithReference(model, expected.args, train_dataset=rows(16), callbacks=both())
     run.train()
     assert_equal(weights(model), weights(expected.model))
     assert history(run) == history(expected)
-    assert rows_seen.steps[1::2] == [[4] * LAYERS] * 3
-    assert rows_seen.steps[::2] == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
+    assert seen[1::2] == [[4] * LAYERS] * 3
+    assert seen[::2] == [stays(step, 4, 0.6).sum(0).tolist() for step in range(3)]
 
 
 class Around(LlamaDecoderLayer):

@@ -17,14 +17,8 @@ from helpers.architectures import build
 from helpers.distributed import WIDTH, exits, rows, tiny, trainer, weights
 from helpers.processes import library
 from helpers.train.by_hand import ALL, ByHand, assert_close, assert_equal, left_as_it_was, stacked
-from hf_selfspec import (
-    EarlyExitLoss,
-    LayerDropout,
-    SettingError,
-    SettingTypeError,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExitLoss, LayerDropout
+from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from hf_selfspec.train import loss_scale, training
 
 

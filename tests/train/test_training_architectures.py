@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from helpers.architectures import ARCHITECTURES, EVERY_RUN, NO_EXITS, SHARING, build
 from helpers.distributed import rows_put_back
+from helpers.models import ragged_batch
 from helpers.train.by_hand import stays
 from hf_selfspec import EarlyExitLoss, LayerDropout
 from hf_selfspec.model.anatomy import Anatomy
@@ -17,7 +18,7 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.train import loss_scale, training
 
 # As many rows as heads, so that nothing can tell a dimension of heads from the batch by its length.
-ROWS, WIDTH = 4, 7
+ROWS = 4
 Outcome = tuple[float, dict[str, torch.Tensor]]
 
 
@@ -36,26 +37,17 @@ def _model(name: str) -> PreTrainedModel:
 
 def batch() -> dict[str, Any]:
     """Rows of which the first tokens, different numbers of them, are no targets, and the last ones are padding."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 90, (ROWS, WIDTH), generator=generator)
-    labels = ids.clone()
-    for row in range(ROWS):
-        labels[row, : row % 2 + 1] = -100
-    mask = torch.ones_like(ids)
-    for row in range(1, ROWS):
-        mask[row, -row:] = 0
-    labels[mask == 0] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    inputs = {name: value.flip(1) for name, value in ragged_batch((7, 6, 5, 4), vocabulary=90, seed=3).items()}
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, 0] = labels[1::2, 1] = -100
+    return {**inputs, "labels": labels, "use_cache": False}
 
 
-def run(model: PreTrainedModel) -> Outcome:
-    """The loss on :func:`batch` and its gradients, by parameter name."""
-    model.zero_grad()
-    loss = model(**batch()).loss  # without the number of tokens of the whole step, a mean over the batch
-    return of_backward(model, loss)
-
-
-def of_backward(model: PreTrainedModel, loss: torch.Tensor) -> Outcome:
+def of_backward(model: PreTrainedModel, loss: torch.Tensor | None = None) -> Outcome:
+    """A loss, by default the model's on :func:`batch`, a mean over the batch, and its gradients by parameter name."""
+    if loss is None:
+        model.zero_grad()
+        loss = model(**batch()).loss
     loss.backward()
     named = model.named_parameters()
     return loss.item(), {name: value.grad.clone() for name, value in named if value.grad is not None}
@@ -92,9 +84,9 @@ def test_early_exit_loss(name: str) -> None:
     expected = of_backward(model, total)
 
     with training(model, [callback], steps=1) as loop, loop.step():
-        trained = run(model)
+        trained = of_backward(model)
     assert_same(trained, expected)
-    plain = run(model)[1]
+    plain = of_backward(model)[1]
     assert any(not torch.allclose(trained[1][name], gradient, atol=1e-4) for name, gradient in plain.items())
 
 
@@ -107,11 +99,11 @@ def test_layer_dropout(name: str) -> None:
     drawn = [(seed, stays(0, ROWS, 0.7, anatomy.num_layers, seed)) for seed in range(100)]
     parted = next(seed for seed, kept in drawn if (kept.any(0) & ~kept.all(0))[1:].all())
     emptied = next(seed for seed, kept in drawn if not kept[:, -2].any() and kept[:, -1].any())
-    plain = run(model)[0]
+    plain = of_backward(model)[0]
     for seed in (parted, emptied):
         with rows_put_back(anatomy.layers, drawn[seed][1]):
-            expected = run(model)
+            expected = of_backward(model)
         with training(model, [LayerDropout(0.7)], steps=1, seed=seed) as loop, loop.step():
-            trained = run(model)
+            trained = of_backward(model)
         assert_same(trained, expected)
         assert abs(trained[0] - plain) > 1e-5
