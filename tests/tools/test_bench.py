@@ -22,7 +22,7 @@ from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, SPECS, STATIC, Met
 
 pytestmark = pytest.mark.usefixtures("as_before")
 
-MAMBA = build("mamba", vocab_size=4096)
+MAMBA = build("mamba", vocab_size=4096, num_hidden_layers=1)
 TEXTS = ["def read_text(path):", "class Stack:", "import os\n\ndef main():", "for line in lines:"]
 
 

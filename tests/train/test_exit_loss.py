@@ -1,6 +1,5 @@
 """Training with early-exit loss is gradient descent on LayerSkip's formula."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,7 @@ DISTILS = {"self_distillation": True}
     ],
     ids=["all exits", "rotational", "a layer", "tied", "own loss", "distilled", "distilled gemma2"],
 )
-def test_training(
-    start: Callable[[], Any],
-    settings: dict[str, Any],
-    shares: Callable[[int], dict[int, float]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training(start: Any, settings: Any, shares: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, logs and weights after three steps are those of gradient descent on the formula.
 
     With self-distillation exits learn what the last layer predicts, which learns the labels. The head sees the exits'

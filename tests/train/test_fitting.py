@@ -295,7 +295,7 @@ def test_parts_of_other_models(tmp_path: Path) -> None:
 
 @pytest.mark.every_run("fit_mtp-.*")
 @pytest.mark.parametrize(
-    ("fit_function", "chosen"),
+    ("fit", "chosen"),
     [
         (fit_adapter, {"exit_layer": EXIT}),
         (fit_probe, {"exit_layer": EXIT}),
@@ -303,16 +303,14 @@ def test_parts_of_other_models(tmp_path: Path) -> None:
         (fit_mtp, {"steps": 2, "head_rows": 20}),
     ],
 )
-def test_parts_are_written_once_with_their_figures(
-    fit_function: Any, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_written_once_with_their_figures(fit: Any, chosen: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The settings of the model itself, which others may use meanwhile, do not change for it."""
     model, written, save = tiny_llama(3, factor=0.05), list[Path](), DraftModule.save_pretrained
     configs, usual = [], model.generation_config
     monkeypatch.setattr(DraftModule, "save_pretrained", lambda part, at: written.append(at) or save(part, at))
     model.model.register_forward_pre_hook(lambda *_: configs.append(model.generation_config))
     args, out = arguments(tmp_path, max_steps=2), tmp_path / "out"
-    part = fit_function(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
+    part = fit(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
     assert part.about["figures"]
     assert written == [out]
     assert (loaded := type(part).load(out)).about == part.about
