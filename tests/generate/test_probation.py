@@ -48,10 +48,19 @@ pytestmark = [pytest.mark.attached, pytest.mark.filterwarnings("ignore")]
 
 ROW = {name: value[1:2] for name, value in ragged_batch().items()}
 BATCH = ragged_batch()
-OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 LLAMA = functools.partial(tiny_llama, 4, factor=0.5)
 FALCON = functools.partial(architectures.build, "falcon")
 SPECS = {"default": SelfSpec, "exit": lambda: SelfSpec(EarlyExit(3), FixedLength(4))}
+
+
+def why_left(model: Any, spec: SelfSpec, inputs: Any = ROW, is_attached: bool = False, **options: Any) -> str:
+    """Why plain ``generate`` serves a call, empty if it is drafted; the ids are plain's."""
+    plain = model.generate(**inputs, **OPTIONS, **options, assistant=False)
+    with hf_selfspec.attach(model, spec) if is_attached else nullcontext():
+        ids = model.generate(**inputs, **OPTIONS, **options, assistant=None if is_attached else spec)
+    assert torch.equal(ids, plain)
+    return spec.stats.left_to_generate
 
 
 def of_class(kind: type[LlamaForCausalLM], layers: int = 4) -> LlamaForCausalLM:
@@ -269,33 +278,24 @@ def test_ids_are_plains(kind: str, spec: str, rows: str) -> None:
     make, around, why = KINDS[kind]
     if rows == "batch" and kind == "no cache":
         rows = "row"  # plain generate itself fails
-    model, prompts = make(), BATCH if rows == "batch" else ROW
-    assistant = replace(SPECS[spec](), trust=kind in ATTACHED)
+    model, assistant = make(), replace(SPECS[spec](), trust=kind in ATTACHED)
     with around():
-        expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
-        with hf_selfspec.attach(model, assistant) if rows == "attached" else nullcontext():
-            options = {} if rows == "attached" else {"assistant": assistant}
-            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, **options), expected)
-    stats = assistant.stats
-    assert stats is not None
-    if "rows at different lengths" not in stats.left_to_generate:
-        assert why in stats.left_to_generate
-        assert bool(stats.left_to_generate) == bool(why)
-    assert stats.checked or stats.left_to_generate
+        left = why_left(model, assistant, BATCH if rows == "batch" else ROW, rows == "attached")
+    if "rows at different lengths" not in left:
+        assert why in left
+        assert bool(left) == bool(why)
+    assert assistant.stats.checked or left
 
 
 @pytest.mark.parametrize("kind", ATTACHED)
 def test_what_is_attached_is_left_to_plain(kind: str, no_warnings_yet: None) -> None:
     """With one warning that names it; nothing of ours runs."""
     make, around, _ = ATTACHED[kind]
-    (model, spec), prompts = (make(), SelfSpec.lookup()), BATCH
+    model, spec = make(), SelfSpec.lookup()
     with around(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        expected = model.generate(**prompts, **OPTIONS, pad_token_id=0)
         for _ in range(2):
-            assert torch.equal(model.generate(**prompts, **OPTIONS, pad_token_id=0, assistant=spec), expected)
-    assert spec.stats is not None
-    assert "may count forwards" in spec.stats.left_to_generate
+            assert "may count forwards" in why_left(model, spec, BATCH)
     (message,) = (str(warning.message) for warning in told if "SelfSpec" in str(warning.message))
     named = "mode Passing|class PassesOn|forward Llama|_split_heads|hook (Records|steered|pruned)|other_|with_layers"
     assert re.search(f"({named}).* may count forwards", message)
@@ -315,7 +315,6 @@ def test_a_model_is_checked_once_and_within_sixteen_forwards() -> None:
             calls.clear()
             spec = SelfSpec.lookup()
             model.generate(**prompts, **OPTIONS, assistant=spec)
-            assert spec.stats is not None
             counts.append(len(calls) - spec.stats.verify_passes - 1)
         assert 0 < counts[0] <= 16
         assert counts[1] == 0
@@ -358,8 +357,6 @@ def test_counts_of_forwards(where: str) -> None:
         model.state = copy.deepcopy(state)
         found.append([model.generate(**ROW, **OPTIONS, assistant=spec).tolist() for _ in range(3)])
     assert found[0] == found[1]
-    assert spec is not None
-    assert spec.stats is not None
     assert spec.stats.left_to_generate
 
 
@@ -402,10 +399,8 @@ def test_what_is_switched_is_compared_again(where: str) -> None:
     model.model.layers[2].register_forward_hook(hook)
     left = []
     for is_on in (False, True, False, True, False):
-        options = OPTIONS | (SWITCHES[where](model, hook, is_on) or {})
-        assert torch.equal(model.generate(**ROW, **options, assistant=spec), model.generate(**ROW, **options))
-        assert spec.stats is not None
-        left.append(bool(spec.stats.left_to_generate))
+        options = SWITCHES[where](model, hook, is_on) or {}
+        left.append(bool(why_left(model, spec, **options)))
     assert left == [False, True, False, True, False]
 
 
@@ -456,7 +451,6 @@ def test_what_is_made_in_the_first_forward_is_no_state() -> None:
     for seed in range(3):
         prompt = ragged_batch((9,), seed=seed)
         model.generate(**prompt, **OPTIONS, assistant=spec)
-        assert spec.stats is not None
         left.append(bool(spec.stats.left_to_generate))
     assert left == [True, False, False]
 
