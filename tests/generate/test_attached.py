@@ -31,19 +31,6 @@ from hf_selfspec import EarlyExit, FixedLength, SelfSpec, UnsupportedOptionError
 pytestmark = [peft_calls_old_name, pytest.mark.usefixtures("no_warnings_yet")]
 
 
-def test_attached_until_detached(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
-    state = dict(vars(fresh_llama))
-    attach(fresh_llama, spec)
-    assert_used(fresh_llama, spec, ROW)
-    assert_used(fresh_llama, spec, BATCH)
-    assert_used(fresh_llama, spec, return_dict_in_generate=False)
-    assert vars(fresh_llama).keys() == state.keys()
-    detach(fresh_llama)
-    assert_not_used(fresh_llama, spec)
-    detach(fresh_llama)
-    assert vars(fresh_llama).keys() == state.keys()
-
-
 @pytest.mark.parametrize(
     "where", ["model.layers.1", "hf_selfspec.generate.decoder.prefill", "hf_selfspec.generate.call.cache_for"]
 )
@@ -67,10 +54,11 @@ def test_a_default_never_breaks_a_call(
         fresh_llama.generate(**ROW, max_new_tokens=8, assistant=spec)
 
 
-def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
+def test_until_detached_or_the_end_of_a_block(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     """The end of a block, and an error in it, restore what was attached before; a block can be entered again."""
-    inner = new_spec()
+    inner, names = new_spec(), set(vars(fresh_llama))
     attachment = attach(fresh_llama, spec)
+    assert_used(fresh_llama, spec, ROW)
     with attachment as attached:
         assert attached is spec
         with attach(fresh_llama, inner):
@@ -82,8 +70,10 @@ def test_blocks(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
     with attachment:
         attach(fresh_llama, inner)
         assert_used(fresh_llama, inner)
-        detach(fresh_llama)
-        assert_not_used(fresh_llama, inner)
+        for _ in range(2):
+            detach(fresh_llama)
+            assert_not_used(fresh_llama, inner)
+    assert set(vars(fresh_llama)) == names
 
 
 def test_it_belongs_to_the_object(spec: SelfSpec) -> None:

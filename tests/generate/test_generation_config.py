@@ -18,21 +18,6 @@ pytestmark = pytest.mark.usefixtures("no_warnings_yet")
 NAMES = ("assistant", "custom_generate")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_config_of_the_call_and_of_the_model(fresh_llama: LlamaForCausalLM, spec: SelfSpec, name: str) -> None:
-    plain = fresh_llama.generate(**BATCH, max_new_tokens=6)
-    config = GenerationConfig(max_new_tokens=6, **{name: spec})
-    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=config), plain)
-    fresh_llama.generate(BATCH["input_ids"], config)
-    assert calls(spec) == 2
-    assert getattr(config, name) is spec
-    setattr(fresh_llama.generation_config, name, spec)
-    assert torch.equal(fresh_llama.generate(**BATCH, max_new_tokens=6), plain)
-    assert torch.equal(fresh_llama.generate(**BATCH, generation_config=GenerationConfig(max_new_tokens=6)), plain)
-    assert calls(spec) == 4
-    assert getattr(fresh_llama.generation_config, name) is spec
-
-
 @pytest.mark.parametrize(
     ("configured", "passed", "arguments"),
     [
@@ -57,27 +42,34 @@ def test_options_are_those_of_generate(
     assert calls(spec) == 1
 
 
-def test_precedence(fresh_llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_precedence(fresh_llama: LlamaForCausalLM, name: str) -> None:
     """Argument, passed config, the model's config, attached."""
     argument, passed, of_model, attached = specs = [new_spec() for _ in range(4)]
+    plain, own = fresh_llama.generate(**BATCH, max_new_tokens=6), fresh_llama.generation_config
     attach(fresh_llama, attached)
 
-    def used(**options: Any) -> list[int]:
+    def used(config: GenerationConfig | None = None, **options: Any) -> list[int]:
         before = [calls(spec) for spec in specs]
-        fresh_llama.generate(**ROW, **({"max_new_tokens": 8} | options))
+        given = {"max_new_tokens": 6} if config is None else {"generation_config": config}
+        assert torch.equal(fresh_llama.generate(**BATCH, **given, **options), plain)
         return [calls(spec) - old for spec, old in zip(specs, before, strict=True)]
 
-    config = GenerationConfig(assistant=passed, max_new_tokens=8)
+    config = GenerationConfig(max_new_tokens=6, **{name: passed})
     assert used() == [0, 0, 0, 1]
-    fresh_llama.generation_config.assistant = of_model
-    assert used() == [0, 0, 1, 0]
-    assert used(generation_config=config) == [0, 1, 0, 0]
-    assert used(generation_config=config, assistant=argument) == [1, 0, 0, 0]
-    assert used(generation_config=config, assistant=False) == [0, 0, 0, 0]
-    assert used(generation_config=GenerationConfig(assistant=False, max_new_tokens=8)) == [0, 0, 0, 0]
-    fresh_llama.generation_config.assistant = False
+    setattr(own, name, of_model)
+    assert used() == used(GenerationConfig(max_new_tokens=6)) == [0, 0, 1, 0]
+    assert used(config) == [0, 1, 0, 0]
+    assert used(config, assistant=argument) == [1, 0, 0, 0]
+    assert used(config, assistant=False) == [0, 0, 0, 0]
+    assert used(GenerationConfig(assistant=False, max_new_tokens=6)) == [0, 0, 0, 0]
+    fresh_llama.generate(BATCH["input_ids"], config)
+    assert calls(passed) == 2
+    assert (getattr(config, name), getattr(own, name)) == (passed, of_model)
+    setattr(own, name, None)
+    own.assistant = False
     assert used() == [0, 0, 0, 0]
-    assert used(generation_config=config) == [0, 1, 0, 0]
+    assert used(config) == [0, 1, 0, 0]
 
 
 def test_what_a_passed_config_cannot_have_is_refused(fresh_llama: LlamaForCausalLM, spec: SelfSpec) -> None:
