@@ -13,24 +13,6 @@ from helpers.models import ROW, ragged_batch
 from hf_selfspec import EarlyExit, SelfSpec, SettingError, attach
 
 
-@pytest.mark.usefixtures("no_warnings_yet")
-@pytest.mark.filterwarnings("ignore:A decoder-only architecture is being used:UserWarning")
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_right_padding(name: str) -> None:
-    """Plain generate goes on from the padding."""
-    inputs, model, spec = ragged_batch(), build(name), SelfSpec()
-    inputs = {key: torch.cat([value[:1], value[1:].flip(1)]) for key, value in inputs.items()}
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
-    ends = torch.tensor([9 + 3, 9 + 7, 9 + 9])
-    options["stopping_criteria"] = [lambda input_ids, scores, **kwargs: input_ids.shape[1] >= ends]
-    plain = model.generate(**inputs, **options)
-    with pytest.warns(UserWarning, match=r"padded on the right.*='left'"):
-        ids = model.generate(**inputs, **options, assistant=spec)
-    assert torch.equal(ids, plain)
-    assert ids[0, 12:].tolist() == [0] * 6
-    assert spec.stats.left_to_generate == "its prompts have masked columns after their first tokens"
-
-
 def test_one_new_token(llama: LlamaForCausalLM) -> None:
     """It costs what it costs in plain generate, and is refused where others are."""
     spec = SelfSpec(EarlyExit(2))
@@ -43,8 +25,9 @@ def test_one_new_token(llama: LlamaForCausalLM) -> None:
 @pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("is_attached", [False, True], ids=["passed", "attached"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neo", "qwen3_next"])
-def test_masked_columns_between_tokens(name: str, is_attached: bool) -> None:
-    """In a prompt, alone or in a batch, and between the turns of a chat, whose cache stays the user's."""
+def test_masked_columns_behind_tokens(name: str, is_attached: bool) -> None:
+    """At the end of a prompt and within it, alone or in a batch, and between the turns of a chat, whose cache stays the
+    user's: plain ``generate`` goes on from the last column."""
     model, spec = build(name), SelfSpec.lookup()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assistant = {} if is_attached else {"assistant": spec}
@@ -57,10 +40,12 @@ def test_masked_columns_between_tokens(name: str, is_attached: bool) -> None:
         "input_ids": torch.cat([begun.sequences, more], 1),
         "attention_mask": torch.cat([inputs["attention_mask"], between, torch.ones_like(more)], 1),
     }
+    ends = {name: values.flip(1) for name, values in inputs.items()}
     inputs["attention_mask"][1, -6:-3] = 0
     alone = {name: values[1:2] for name, values in inputs.items()}
-    gaps = pytest.warns(UserWarning, match="masked columns between .* nothing is drafted")
-    for call, warned in ((inputs, gaps), (alone, nullcontext()), (turn, nullcontext())):
+    words = "padded on the right, or have masked columns between .* padding_side='left'"
+    for call in (ends, inputs, alone, turn):
+        warned = pytest.warns(UserWarning, match=words) if call is ends else nullcontext()
         caches = [{PAST: copy.deepcopy(begun.past_key_values)} if call is turn else {} for _ in range(2)]
         expected = model.generate(**call, **options, **caches[0])
         with attach(model, spec) if is_attached else nullcontext(), warned:

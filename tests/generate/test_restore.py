@@ -120,20 +120,12 @@ def test_threads(llama: LlamaForCausalLM) -> None:
 
 
 def test_no_growth_over_many_calls(llama: LlamaForCausalLM) -> None:
-    specs = [EXIT, SKIPS, SelfSpec()]
-
-    def live_tensors() -> int:
+    def live_tensors_after(calls: int) -> int:
+        for index in range(calls):
+            options = {"return_dict_in_generate": True, "output_scores": True} if index % 5 == 0 else {}
+            spec, inputs = (EXIT, SKIPS, SelfSpec())[index % 3], (ROW, BATCH)[index % 2]
+            llama.generate(**inputs, max_new_tokens=3, assistant=spec, **options)
         gc.collect()
         return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
 
-    def call(index: int) -> None:
-        inputs = BATCH if index % 2 else ROW
-        options = {"return_dict_in_generate": True, "output_scores": True} if index % 5 == 0 else {}
-        llama.generate(**inputs, max_new_tokens=3, assistant=specs[index % 3], **options)
-
-    for index in range(12):
-        call(index)
-    tensors = live_tensors()
-    for index in range(18):
-        call(index)
-    assert live_tensors() <= tensors
+    assert live_tensors_after(12) >= live_tensors_after(18)
