@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..batch import Draft, Text, Verdict
 from ..errors import UnsupportedModelError
+from ..model.forks import new_lock
+from ..model.linear import added_seconds
 from ..model.logits import Logits, Tops
 from ..stats import GenerationStats
-from .controller import FREE, LEAST_SPEEDUP, MATCHES, Controller, Measurements
+from .controller import FREE, LEAST_SPEEDUP, MATCHES, Arms, ArmStats, Controller, Curves
 from .free.free import FreeDrafts
 from .free.tree import TokenTree
 from .source import Drafter, DraftSource, Session
+
+# What rounds cost belongs to a model and a process, whichever SelfSpec has timed them.
+_curves: weakref.WeakKeyDictionary[PreTrainedModel, Curves] = weakref.WeakKeyDictionary()
+_lock = new_lock()
 
 
 def controller_of(session: Session) -> Controller:
     """The controller of a generation."""
     target, device = session.target, session.target.model.device.type
-    name = f"{device} {target.model.dtype}{'' if target.graphs is None else ' captured'}"
-    return Controller(session.knowledge.of("rounds", Measurements), name, device == "cpu", session.is_tensor_parallel)
+    with _lock:
+        curves = _curves.setdefault(target.model, Curves())
+    is_parallel, kind = session.is_tensor_parallel, (target.model.dtype, target.is_exact, target.graphs is not None)
+    return Controller(
+        session.knowledge.of("rounds", lambda _: Arms(ArmStats)),
+        curves,
+        (device, torch.get_num_threads(), is_parallel, *kind),
+        on_cpu=device == "cpu",
+        is_frozen=is_parallel,
+        priced=partial(added_seconds, session.anatomy.view),
+    )
 
 
 def drafter_of(source: DraftSource, session: Session) -> Drafter:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..model.forks import new_lock
 from .cost_curve import CostCurve
@@ -106,22 +107,24 @@ class ArmStats:
             self.rounds = 0
 
 
-class Measurements:
-    """Costs of rounds, which all kinds of calls of a model share, and results of sources for one kind."""
+# The results of sources for one kind of calls, by their names.
+Arms = defaultdict[str, ArmStats]
 
-    _lock = new_lock()  # held while curves are looked up or changed, and results read or changed
 
-    def __init__(self, other: Measurements | None = None) -> None:
-        self.arms = defaultdict[str, ArmStats](ArmStats)
-        self._curves: dict[tuple[str, int, int], CostCurve] = {} if other is None else other._curves
+class Curves:
+    """Costs of rounds of one model, which all calls in a process share."""
 
-    def curve(self, device: str, rows: int, context: int, on_cpu: bool, is_frozen: bool) -> CostCurve:
-        """The curve for a device and dtype, a batch size and a context."""
-        with self._lock:
+    def __init__(self) -> None:
+        self.lock = new_lock()  # held while curves are looked up or changed, and results read or changed
+        self._curves: dict[tuple[object, int, int], CostCurve] = {}
+
+    def curve(self, machine: object, rows: int, context: int, **settings: Any) -> CostCurve:
+        """The curve for what forwards run on, and how, a batch size and a context."""
+        with self.lock:
             reach = max(context.bit_length() - _FIRST_RANGE, 0) // _RANGE
             step = 1 << max(max(rows - 1, 0).bit_length() - 3, 0)
-            key = device, -(-rows // step) * step, reach
-            curve = self._curves.pop(key, None) or CostCurve(on_cpu, key[1], is_frozen)
+            key = machine, -(-rows // step) * step, reach
+            curve = self._curves.pop(key, None) or CostCurve(rows=key[1], **settings)
             if len(self._curves) >= _MOST:
                 self._curves.pop(next(iter(self._curves)))
             self._curves[key] = curve  # the last one in use
@@ -131,17 +134,19 @@ class Measurements:
 class Controller:
     """Chooses in each round between sources and nothing; frozen, it times nothing, so all processes decide alike."""
 
-    def __init__(self, measurements: Measurements, device: str, on_cpu: bool, is_frozen: bool = False) -> None:
-        self.curve = CostCurve(on_cpu, is_frozen=is_frozen)  # until the first round
-        self._measurements, self._device, self._on_cpu, self._is_frozen = measurements, device, on_cpu, is_frozen
-        self.arms, self._rows, self._lock = measurements.arms, 0, measurements._lock
+    def __init__(self, arms: Arms, curves: Curves, machine: object, on_cpu: bool, **settings: Any) -> None:
+        """``settings`` are those of the :class:`CostCurve` of each batch size and context."""
+        self._settings = {"on_cpu": on_cpu, **settings}
+        self.curve = CostCurve(**self._settings)  # until the first round
+        self._curves, self._machine, self._is_frozen = curves, machine, bool(settings.get("is_frozen"))
+        self.arms, self._rows, self._lock = arms, 0, curves.lock
         with self._lock:
             self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
     def begin(self, rows: int, running: int, context: int) -> None:
         """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
         self._rows = rows
-        self.curve = self._measurements.curve(self._device, running, context, self._on_cpu, self._is_frozen)
+        self.curve = self._curves.curve(self._machine, running, context, **self._settings)
 
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""

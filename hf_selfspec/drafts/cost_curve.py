@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
@@ -36,8 +36,17 @@ class CostCurve:
         plain: seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft.
     """
 
-    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False) -> None:
+    def __init__(
+        self,
+        on_cpu: bool,
+        rows: int = 1,
+        is_frozen: bool = False,
+        priced: Callable[[], Callable[[int], float] | None] | None = None,
+    ) -> None:
+        """``priced`` is called before the first draft, and returns how many seconds longer a forward takes over so many
+        tokens than over one, if that is known."""
         forwards = _ON_CPU if on_cpu else _ELSEWHERE
+        self._rows, self._priced = rows, priced
         self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
         self._is_frozen = is_frozen
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
@@ -68,7 +77,11 @@ class CostCurve:
                 self.see(tokens, seconds)
                 self._since_plain = 0
                 self._plain.append(seconds)
-                self._refresh(with_costs=len(self._plain) == 1)
+                if len(self._plain) == _PLAIN and self._priced is not None and (added := self._priced()) is not None:
+                    one, self._priced = added(self._rows), None
+                    plain = _lower_quartile(self._plain)
+                    self._forwards = [1.0 + (added(self._rows * (size + 1)) - one) / plain for size in SIZES]
+                self._refresh(with_costs=len(self._plain) <= _PLAIN)
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
     def add(self, drafted: int, tokens: int, seconds: float) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn.functional import linear as blas
@@ -33,6 +34,8 @@ from .patching import Forward, InstanceForwards, shared_change
 _SMALLEST = 2**16
 # Token counts for which ways are timed; other counts use the way of the next larger one.
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
+# Those for which the seconds of all linear layers of a model are known before its first draft; others lie on lines.
+_PRICED = (1, 4, 16)
 # How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
 # is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and
 # more than that with oneDNN.
@@ -80,14 +83,16 @@ class LinearAutotuner:
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = perf_counter) -> None:
         self._ways, self._clock, self._lock = tuple(ways), clock, new_lock()
-        self._chosen: defaultdict[tuple[torch.Size, int], dict[int, Way]] = defaultdict(dict)
+        self._chosen: defaultdict[Any, dict[int, tuple[Way, float]]] = defaultdict(dict)
 
-    def chosen(self, weight: torch.Tensor) -> dict[int, Way]:
-        """Returns the ways that were chosen for such a weight so far, by the numbers of tokens that they are for."""
-        return self._chosen[weight.shape, torch.get_num_threads()]
+    def chosen(self, weight: torch.Tensor) -> dict[int, tuple[Way, float]]:
+        """Returns the ways that were chosen for such a weight so far, by the numbers of tokens that they are for, each
+        with the seconds that it takes."""
+        return self._chosen[weight.shape, weight.dtype, torch.get_num_threads()]
 
-    def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> Way:
-        """Returns the way for 1 to 32 tokens; ``alike`` are all weights of this shape, in order of use."""
+    def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> tuple[Way, float]:
+        """Returns the way for 1 to 32 tokens, and its seconds; ``alike`` are all weights of this shape, in order of
+        use."""
         count, chosen = _rounded(count), self.chosen(weight)
         with self._lock:
             if count not in chosen:
@@ -98,7 +103,8 @@ class LinearAutotuner:
                     piece, begun = next(pieces), self._clock()
                     way(input, piece, None)
                     seconds[way] = min(seconds[way], self._clock() - begun)
-                chosen[count] = min(seconds, key=seconds.__getitem__)
+                best = min(seconds, key=seconds.__getitem__)
+                chosen[count] = best, seconds[best] * len(weight) / len(piece)
         return chosen[count]
 
 
@@ -115,7 +121,35 @@ def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield weight[start : start + rows]
 
 
-_fastest = LinearAutotuner()
+_fastest, _usual = LinearAutotuner(), LinearAutotuner((blas,))
+
+
+def added_seconds(view: ModelView) -> Callable[[int], float] | None:
+    """Returns how many seconds longer the linear layers of a model on a CPU run over so many tokens than over one,
+    timed once in a process for each shape; ``None`` where most of its weights are in other modules."""
+    alike, other = defaultdict[Any, list[torch.Tensor]](list), 0
+    for module in view.modules:
+        for weight in module.__dict__.get("_parameters", {}).values():
+            if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_cpu and weight.dim() == 2:
+                alike[weight.shape, weight.dtype].append(weight)
+            elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
+                other += weight.numel()
+    if sum(weight.numel() for weights in alike.values() for weight in weights) <= other:
+        return None
+    seconds = [
+        sum(
+            len(weights) * (_fastest if _has_ways(weights[0]) else _usual).way(count, weights[0], weights)[1]
+            for weights in alike.values()
+        )
+        for count in _PRICED
+    ]
+    slope = (seconds[-1] - seconds[-2]) / (_PRICED[-1] - _PRICED[-2])
+
+    def added(tokens: int) -> float:
+        beyond = max(tokens - _PRICED[-1], 0) * slope
+        return float(np.interp(tokens, _PRICED, seconds)) + beyond - seconds[0]
+
+    return added
 
 
 def linear_layers(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -159,7 +193,7 @@ def few_token_linears(
         few_tokens = _few_tokens(weights, is_active)
         # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
         # verifications run, chooses for further numbers of tokens.
-        is_slower = set(_fastest.chosen(weights[0]).values()) == {blas}
+        is_slower = {way for way, _ in _fastest.chosen(weights[0]).values()} == {blas}
         for layer in list(layers)[-1:] if is_slower else layers:
             forwards.replace(layer, few_tokens(layer._parameters, layer.forward))
 
@@ -183,7 +217,8 @@ def _few_tokens(
             if weight is None or not weight.is_cpu or not input.is_cpu or torch.is_autocast_enabled("cpu"):
                 return original(input)
             if way is None:
-                way = chosen[key] = _fastest.way(key[0] // width, weight, alike)
+                way, _ = _fastest.way(key[0] // width, weight, alike)
+                chosen[key] = way
             return way(input.reshape(-1, width), weight, parameters["bias"]).view(*input.shape[:-1], out)
 
         return forward

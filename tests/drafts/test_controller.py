@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import LlamaForCausalLM
 from helpers.models import ragged_batch
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
-from hf_selfspec.drafts.controller import ArmStats, Controller, Measurements
+from hf_selfspec.drafts.controller import Arms, ArmStats, Controller, Curves
 from hf_selfspec.drafts.cost_curve import SIZES, CostCurve
 from hf_selfspec.drafts.stop import FixedLength
 
@@ -53,15 +55,42 @@ def test_costs_follow_the_times() -> None:
     assert not fed(CostCurve(True), {3: -1.0}, 3).is_measured
 
 
-def test_a_curve_for_each_kind_of_round() -> None:
-    found = Measurements()
+def test_costs_are_known_before_the_first_draft() -> None:
+    """By what the model's own layers take longer, once plain rounds tell what all else takes; by guesses else."""
+    asked = list[int]()
 
-    def curve(device: str = "cpu", rows: int = 1, context: int = 100, of: Measurements = found) -> CostCurve:
-        return of.curve(device, rows, context, True, False)
+    def priced(seconds: float | None) -> Callable[[], Callable[[int], float] | None]:
+        return lambda: asked.append(1) or (None if seconds is None else lambda tokens: seconds * (tokens - 1))
+
+    dear, cheap, unknown = (CostCurve(True, rows=2, priced=priced(seconds)) for seconds in (0.01, 0.001, None))
+    for curve in (dear, cheap, unknown):
+        for _ in range(4):
+            curve.add_plain(2, 0.02)
+        assert not curve.wants_plain
+    assert len(asked) == 3
+    assert [dear.costs[count] for count in (0, 1, 7)] == pytest.approx([0.02, 0.04, 0.16])
+    assert [cheap.costs[count] for count in (0, 1, 7)] == pytest.approx([0.02, 0.022, 0.034])
+    guessed = CostCurve(True, rows=2).costs
+    assert unknown.costs == pytest.approx([0.02 * cost / guessed[0] for cost in guessed])
+
+
+def test_what_one_has_measured_others_know(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, model = list[Any](), copy.deepcopy(llama)
+    monkeypatch.setattr(controlled, "added_seconds", lambda view: priced.append(view.model))
+    for _ in range(3):
+        model.generate(**ROW, max_new_tokens=12, do_sample=False, assistant=SelfSpec())
+    assert priced == [model]
+
+
+def test_a_curve_for_each_kind_of_round() -> None:
+    found = Curves()
+
+    def curve(machine: str = "cpu", rows: int = 1, context: int = 100) -> CostCurve:
+        return found.curve(machine, rows, context, on_cpu=True)
 
     kinds = [curve(), curve("cuda"), curve(rows=2), curve(context=5000), curve(context=20000), curve(rows=16)]
     assert len(set(kinds)) == 6
-    assert curve(context=1023) is curve(of=Measurements(found)) is kinds[0]
+    assert curve(context=1023) is kinds[0]
     assert curve(rows=15) is kinds[-1]
 
 
@@ -81,7 +110,7 @@ class World:
 
     def __init__(self, **sources: tuple[float, float]) -> None:
         self.sources, self.random = sources, random.Random(0)
-        self.controller = Controller(Measurements(), "cpu", on_cpu=True)
+        self.controller = Controller(Arms(ArmStats), Curves(), "cpu", on_cpu=True)
 
     def play(self, rounds: int, **promised: float) -> Counter[str | None]:
         """How often each source drafted, ``None`` for nothing."""
@@ -143,8 +172,9 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
         now = itertools.count()
         monkeypatch.setattr(controlled, "perf_counter", lambda: factor * next(now))
         spec, found = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3)), []
+        model = copy.deepcopy(llama)  # on which nothing was timed
         for _ in range(2):
-            llama.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=spec)
+            model.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=spec)
             found += spec.stats.round_sizes
         return found
 
@@ -154,8 +184,8 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 
 def test_threads_record_rounds_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that share costs alone, and those that share results, too."""
-    found, threads, add = Measurements(), list[Thread](), ArmStats.add
-    first, *others = controllers = [Controller(of, "cpu", True) for of in (found, found, Measurements(found))]
+    found, threads, add, arms = Curves(), list[Thread](), ArmStats.add, Arms(ArmStats)
+    first, *others = controllers = [Controller(of, found, "cpu", True) for of in (arms, arms, Arms(ArmStats))]
     for controller in controllers:
         controller.begin(1, 1, 100)
     fed(first.curve, {0: 0.02}, 8)

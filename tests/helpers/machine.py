@@ -35,7 +35,7 @@ class Machine:
 
     def rounds_are_not_timed(self) -> None:
         """They cost what is guessed before the first one, so that promises count and nothing ever rests."""
-        self._set(controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: CostCurve(on_cpu, rows, True))
+        self._set(controller, "CostCurve", lambda on_cpu, rows=1, **_: CostCurve(on_cpu, rows, True))
 
     def verification_is_free(self) -> None:
         """Rounds of any batch cost nearly the same with any draft, as where memory bounds them; see above."""

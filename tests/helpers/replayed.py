@@ -17,7 +17,7 @@ import torch
 from hf_selfspec.batch import Draft, Verdict
 from hf_selfspec.drafts import Drafter, controlled
 from hf_selfspec.drafts.controlled import ControlledDrafter
-from hf_selfspec.drafts.controller import Controller, Measurements
+from hf_selfspec.drafts.controller import Arms, ArmStats, Controller, Curves
 from hf_selfspec.drafts.free.free import FreeDrafts
 from hf_selfspec.drafts.free.kept_texts import LookupFindings
 from hf_selfspec.drafts.free.successors import Successors
@@ -110,7 +110,7 @@ class Replay:
         self.on_cpu = table != "flat" if on_cpu is None else on_cpu
         self.table, self.sources, self.has_free, self.awake = table, sources, free, awake
         self.now, self.random = 0.0, random.Random(0)
-        self.found, self.texts = Measurements(), LookupFindings(65_536, 1 << 21)
+        self.arms, self.curves, self.texts = Arms(ArmStats), Curves(), LookupFindings(65_536, 1 << 21)
         self.streams: Sequence[Stream] = ()
         self.active = SimpleNamespace(kept=[])
         self.disturbed: dict[int, float] = {}
@@ -160,7 +160,7 @@ class Replay:
             vocabulary=1 << 16,
             num_rows=1,
         )
-        controller = Controller(self.found, "replay", self.on_cpu)
+        controller = Controller(self.arms, self.curves, "replay", self.on_cpu)
         free = _Free(self.texts if self.has_free else None, session, controller, 31)
         free.replay = self
         others: Any = {name: _Source(self, *settings) for name, *settings in self.sources}

@@ -149,7 +149,7 @@ def measure(
         calls.append((number, inputs, new, generated(inputs, new)))
     with ExitStack() as stack:
         for owner, name, value in (
-            (controller, "CostCurve", lambda on_cpu, rows=1, is_frozen=True: curve(rows=rows)),  # times tell nothing
+            (controller, "CostCurve", lambda rows=1, **_: curve(rows=rows)),  # times tell nothing
             (experts, "has_grouped_kernel", lambda weight: True),  # as of bfloat16, which is not exact
             (graph_runner, "COMPARISONS", 1 << 30 if is_compared else graph_runner.COMPARISONS),
             (Target, "step", counting(Target.step, "forwards")),

@@ -10,10 +10,11 @@ import torch
 from torch.nn.functional import linear as plain_linear
 
 from helpers.calls import check_lossless
-from helpers.models import ragged_batch, tiny_llama
+from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model import linear
 from hf_selfspec.model.linear import WAYS, FewTokenLinear, LinearAutotuner, Way, few_token_linears, is_served
+from hf_selfspec.model.module_tools import ModelView
 
 
 class FakeMachine:
@@ -33,7 +34,7 @@ class FakeMachine:
         return multiply
 
     def choices(self, weight: torch.Tensor, *counts: int) -> list[str]:
-        return [self.fastest.way(count, weight, [weight]).__name__ for count in counts]
+        return [self.fastest.way(count, weight, [weight])[0].__name__ for count in counts]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -61,6 +62,22 @@ def test_the_fastest_way_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert machine.choices(torch.randn(4, 6), 1) == ["many"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert machine.choices(weight, 1) == ["many"]
+
+
+def test_what_more_tokens_add_is_timed_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers and the head, on lines between 1, 4 and 16 tokens; weights of other modules tell nothing."""
+    machine = FakeMachine(one=lambda n: float(n), many=lambda n: 4.0)
+    monkeypatch.setattr(linear, "_usual", machine.fastest)
+    model = tiny_llama(layers=3)
+    for _ in range(2):
+        added = linear.added_seconds(ModelView(model))
+        assert [added(tokens) / (3 * 7 + 1) for tokens in (1, 2, 4, 10, 16, 64)] == [0, 1, 3, 3, 3, 3]
+    timed = machine.now
+    monkeypatch.setattr(linear, "_usual", FakeMachine(one=lambda n: float(n)).fastest)
+    added = linear.added_seconds(ModelView(model.bfloat16()))
+    assert [added(tokens) / (3 * 7 + 1) for tokens in (2, 10, 64)] == [1, 9, 63]
+    assert machine.now == timed
+    assert linear.added_seconds(ModelView(tiny_gpt2())) is None
 
 
 def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:

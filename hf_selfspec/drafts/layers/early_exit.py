@@ -16,7 +16,7 @@ from ...model.plan import LayerPlan
 from ...modules.draft_module import DraftModule
 from ...modules.reduced_head import ReducedHead
 from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
-from ..controller import LEAST_SPEEDUP, ArmStats, Measurements
+from ..controller import LEAST_SPEEDUP, Arms, ArmStats
 from ..source import Drafter, DraftSource, FittedSource, Session
 from ..stop import FixedLength
 from .partial import PlanDrafter
@@ -149,7 +149,7 @@ class EarlyExit(FittedSource[ReducedHead]):
         if session.name:
             exits: MeasuredExits = session.knowledge.of("exits", lambda _: MeasuredExits())
             exits.plans[session.name] = plan
-            exits.arms = session.knowledge.of("rounds", Measurements).arms
+            exits.arms = session.knowledge.of("rounds", lambda _: Arms(ArmStats))
             # If all of its tokens were right: a deep exit is not tried where a shallow one brings more than that.
             length, share = draft.session.longest, plan.first_altered / plan.num_layers
             draft.expected_speedup = (length + 1) / (1 + length * share)
