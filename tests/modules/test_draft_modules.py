@@ -151,22 +151,18 @@ def test_names_tell_weights_apart(inference: bool) -> None:
 
 def test_copies_on_other_devices_and_of_other_types_follow_the_weights() -> None:
     part, types = PARTS[Adapter][0](), (torch.float64, torch.bfloat16)
-    cpu, meta, weight = torch.device("cpu"), torch.device("meta"), part.output.weight  # the last of its parameters
+    cpu, meta, last = torch.device("cpu"), torch.device("meta"), part.output.weight
     assert part.on(meta) is part.on(meta) is not part.on(cpu) is part
     assert (part.norm.weight.is_meta, part.on(meta).norm.weight.is_meta) == (False, True)
     first = [part.on(cpu, dtype) for dtype in types]
     assert all(part.on(cpu, dtype) is copied for dtype, copied in zip(types, first, strict=True))
-
-    def others() -> set[float]:
-        return {part.on(cpu, dtype).output.weight.mean().item() for dtype in types}
-
     with torch.no_grad():
-        weight.fill_(2.0)
-    assert others() == {2.0}
-    weight.data = torch.full_like(weight, 3.0)
-    assert others() == {3.0}
+        last.fill_(2.0)
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {2.0}
+    last.data = torch.full_like(last, 3.0)
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {3.0}
     part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()}, assign=True)
-    assert others() == {1.0}
+    assert {part.on(cpu, dtype).output.weight.mean().item() for dtype in types} == {1.0}
 
 
 LOADED = """

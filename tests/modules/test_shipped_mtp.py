@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_selfspec
@@ -115,11 +116,8 @@ def by_hand(model: PreTrainedModel, whole: PreTrainedModel, folder: Path, name: 
     """The same logits from the file's norms and projection and the larger model's last layer."""
     names, weights = FAMILIES[name].names, load_file(folder / "model.safetensors")
 
-    def normed(part: str, values: torch.Tensor) -> torch.Tensor:
-        norm = type(model.model.norm)(WIDTH, eps=model.config.rms_norm_eps)
-        norm.load_state_dict({"weight": weights[f"{names[part]}.weight"]})
-        output: torch.Tensor = norm(values)
-        return output
+    def normed(part: str, values: torch.Tensor) -> Any:
+        return functional_call(model.model.norm, {"weight": weights[f"{names[part]}.weight"]}, values)
 
     states = normed("state_norm", model.model(ids).last_hidden_state[:, :-1])
     embedded = normed("embedding_norm", model.get_input_embeddings()(ids[:, 1:]))
