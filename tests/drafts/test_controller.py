@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from helpers.models import ragged_batch
+from helpers.models import ROW
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import Arms, ArmStats, Controller, Curves
@@ -21,8 +21,6 @@ from hf_selfspec.drafts.cost_curve import SIZES, CostCurve
 from hf_selfspec.drafts.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
-
-ROW = ragged_batch((12,), seed=11)
 
 
 def fed(clock: CostCurve, seconds: dict[int, float], times: int) -> CostCurve:
@@ -92,17 +90,6 @@ def test_a_curve_for_each_kind_of_round() -> None:
     assert len(set(kinds)) == 6
     assert curve(context=1023) is kinds[0]
     assert curve(rows=15) is kinds[-1]
-
-
-def test_pace() -> None:
-    """Of late, and not below one token for each plain round."""
-    clock = CostCurve(True)
-    for drafted, tokens in ((3, 4), (3, 2), (SIZES[-1] + 1, 6)):
-        for _ in range(900):
-            clock.add(drafted, tokens, 0.02)
-        assert clock.pace == pytest.approx(50 * tokens, rel=0.01)
-    slow = fed(CostCurve(True), {0: 0.02, 31: 1.0}, 50)
-    assert slow.pace == pytest.approx(1 / slow.plain)
 
 
 class World:

@@ -4,10 +4,9 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import groupby, product
 from types import FrameType
 from typing import Any
@@ -162,39 +161,18 @@ def test_the_size_is_the_best_one(seed: int, pace: float) -> None:
     assert grow(row, STEPS, pace, 8).tokens == every.tokens[: values.index(max(values))]
 
 
-@pytest.mark.parametrize(
-    ("text", "tree", "emitted", "likeliest", "learned"),
-    [
-        (
-            [1, 2, 3, 4, 1, 2],
-            TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3)),
-            [3, 9],
-            [3, 9, 8, 7],
-            {(1, 2): 3, (2, 3): 9, (2, 5): 8, (3, 4): 7},
-        ),
-        ([2, 2], TokenTree((2, 5), (0, 1), (0.5, 0.2)), [7], [7, 8, 9], {(2, 2): 7, (2, 5): 9}),
-    ],
-    ids=["tree", "the same pair in the text"],
-)
-def test_a_round_teaches_what_the_logits_held(
-    text: list[int], tree: TokenTree, emitted: list[int], likeliest: list[int], learned: dict[tuple[int, int], int]
-) -> None:
+def test_a_round_teaches_what_the_logits_held() -> None:
     """Of rejected nodes, too, where the text does not have the same pair of tokens."""
-    row = row_of(text, knowledge := LookupFindings())
-    row.learn(tree, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
-    assert row.text.tokens == text + emitted
-    known = {pair: knowledge.successors.get(*pair) for pair in product(range(10), range(10))}
-    assert {pair: each.tokens[0] for pair, each in known.items() if each is not None and each.is_pair} == learned
-
-
-def test_matches_that_fail_are_trusted_less() -> None:
-    rng, row = random.Random(3), row_of(random_text(3, alphabet=4))
-    before = grow(row, FREE, 1.0, 8, branching=False).expected
-    for _ in range(300):
-        tree = grow(row, FREE, 1.0, 8)
-        row.learn(tree, [rng.randrange(100, 104)], *np.zeros((2, len(tree) + 1, 0)))
-        row.text.extend([rng.randrange(4) for _ in range(4)])
-    assert grow(row, FREE, 1.0, 8, branching=False).expected < before
+    tree, pair_again = TokenTree((3, 5, 4), (0, 0, 1), (0.5, 0.2, 0.3)), TokenTree((2, 5), (0, 1), (0.5, 0.2))
+    for text, drafted, emitted, likeliest, learned in (
+        ([1, 2, 3, 4, 1, 2], tree, [3, 9], [3, 9, 8, 7], {(1, 2): 3, (2, 3): 9, (2, 5): 8, (3, 4): 7}),
+        ([2, 2], pair_again, [7], [7, 8, 9], {(2, 2): 7, (2, 5): 9}),
+    ):
+        row = row_of(text, knowledge := LookupFindings())
+        row.learn(drafted, emitted, np.array(likeliest)[:, None], np.full((len(likeliest), 1), 0.5))
+        assert row.text.tokens == text + emitted
+        known = {pair: knowledge.successors.get(*pair) for pair in product(range(10), range(10))}
+        assert {pair: each.tokens[0] for pair, each in known.items() if each is not None and each.is_pair} == learned
 
 
 def test_rounds_without_a_draft_teach_rates() -> None:
@@ -204,16 +182,19 @@ def test_rounds_without_a_draft_teach_rates() -> None:
     tree = grow(row, STEEP, 1.0, 8)
     assert len(tree) == 0
     key = tree.offers[0][0][1]
-    before = rates.rates[key]
-    row.learn(tree, [4], np.array([[4]]), np.array([[1.0]]))
-    assert rates.rates[key] > before
+    seen = [rates.rates[key]]
+    for token in (4, 9):
+        row.learn(tree, [token], np.array([[token]]), np.array([[1.0]]))
+        seen.append(rates.rates[key])
+    assert seen[0] < seen[1] > seen[2]
     assert knowledge.rates["sampled"].rates == Rates().rates
-    row, seen = row_of(text, knowledge), list[list[float]]()
+    row = row_of(text, knowledge)
     assert row.likelihood() > 0
+    followed = list[list[float]]()
     for token in (4, 9, 9):
-        seen.append(list(rates.rates))
+        followed.append(list(rates.rates))
         row.follow([token])
-    assert seen[0] != seen[1] == seen[2] == rates.rates
+    assert followed[0] != followed[1] == followed[2] == rates.rates
 
 
 def test_what_is_known_lasts() -> None:
@@ -226,17 +207,16 @@ def test_what_is_known_lasts() -> None:
     assert len(trees[0]) > 5
 
 
+PAIR: dict[str, Any] = {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[0.0] * 8]}
+NAN = [float("nan")] * len(Rates().rates)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
-        {"pairs": [1], "tokens": [[0] * 7], "probabilities": [[0.0] * 8]},
-        {"pairs": [1], "tokens": [[0] * 8], "probabilities": [[2.0] * 8]},
-        {"pairs": [1], "tokens": [[-2] * 8], "probabilities": [[0.0] * 8]},
-        {"store": [0.5]},
-        {"store": [[1]]},
-        {"store": [-2]},
-        {"rates": {"": {"rates": [0.5], "seen": [8.0]}}},
-        {"rates": {"": {name: [float("nan")] * len(Rates().rates) for name in ("rates", "seen")}}},
+        *(PAIR | wrong for wrong in ({"tokens": [[0] * 7]}, {"tokens": [[-2] * 8]}, {"probabilities": [[2.0] * 8]})),
+        *({"store": store} for store in ([0.5], [[1]], [-2])),
+        *({"rates": {"": rates}} for rates in ({"rates": [0.5], "seen": [8.0]}, {"rates": NAN, "seen": NAN})),
     ],
     ids=str,
 )
@@ -252,35 +232,38 @@ def test_a_broken_state_is_refused_and_changes_nothing(broken: dict[str, Any]) -
     assert knowledge.state() == before
 
 
-def interrupted(step: Callable[[], None], after: int) -> None:
-    """Runs a step that ends with an error at one of its lines."""
+@contextmanager
+def interrupted(lines: int) -> Iterator[None]:
+    """Ends what runs within with an error after so many lines of the indices."""
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal after
-        after -= frame.f_globals["__name__"] in (suffix.__name__, successors.__name__) and event == "line"
-        if not after:
+        nonlocal lines
+        lines -= frame.f_globals["__name__"] in (suffix.__name__, successors.__name__) and event == "line"
+        if not lines:
             raise MemoryError
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     with suppress(MemoryError):
-        step()
+        yield
     sys.settrace(before)
-
-
-def see(pairs: Successors, mark: int) -> None:
-    for token in range(9):
-        pairs.see([(token, token + 1)], np.full((1, 1), mark + token, np.int32), np.ones((1, 1), np.float32))
 
 
 def test_a_step_that_was_interrupted_leaves_indices_that_go_on() -> None:
     """At any line of it: an error of memory, or a user, may end any."""
-    text = random_text(0, 24, alphabet=2)
+    text, ones = random_text(0, 24, alphabet=2), np.ones((1, 1), np.float32)
+
+    def see(pairs: Successors, mark: int) -> None:
+        for token in range(9):
+            pairs.see([(token, token + 1)], np.full((1, 1), mark + token, np.int32), ones)
+
     for place in range(1, 150):
         index, pairs = SuffixIndex(), Successors(4)
-        interrupted(partial(index.extend, text), place)
-        interrupted(partial(see, pairs, 100), place)
+        with interrupted(place):
+            index.extend(text)
+        with interrupted(place):
+            see(pairs, 100)
         for _ in range(2):
             index.extend(text)
             see(pairs, 0)
