@@ -1,4 +1,4 @@
-"""What decides what drafts, by its outcomes: times and results of rounds are given, and who drafts next is seen."""
+"""What decides what drafts: what rounds cost, and who records that. See ``test_replay.py`` for its choices."""
 
 from __future__ import annotations
 

@@ -114,6 +114,43 @@ def test_drafts_of_layers(
     assert ours >= share * drafting
 
 
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"slow": (0.95, 3.0), "fast": (0.7, 1.2)},
+        {"slow": (0.95, 3.0), "slower": (0.97, 4.0), "fast": (0.6, 1.1), "bad": (0.1, 2.0)},
+        {"bad": (0.1, 1.2), "worse": (0.3, 2.0)},
+    ],
+    ids=", ".join,
+)
+def test_the_fastest_source_drafts(sources: dict[str, tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how often each of four tokens is right, and their price."""
+    given = [(name, 4, lambda _, right=right: right, price, None) for name, (right, price) in sources.items()]
+    streams, best = [stream("nothing repeats", TOKENS, 0)], 1.0
+    ours = Replay("flat", sources=given).play(streams)
+    for name in sources:
+        always(monkeypatch, name)
+        best = max(best, Replay("flat", sources=given).play(streams))
+    assert ours >= 0.95 * best
+
+
+def test_promises_are_believed_until_tried() -> None:
+    """One that is too dear is tried again some time, whatever disturbed the round that was timed."""
+    streams = [stream("nothing repeats", TOKENS, 0)]
+
+    def good(price: float, promised: float) -> tuple[str, int, Callable[[int], float], float, float]:
+        return "one", 4, lambda place: 0.85, price, promised
+
+    for promised in (0.0, 0.5):
+        speeds = [Replay("flat", sources=of, free=False).play(streams) for of in ((), [good(1.2, promised)])]
+        assert speeds[0] == speeds[1]
+    replay = Replay("flat", sources=[good(10.0, 5.0)], free=False)
+    assert replay.play(streams) >= 0.98
+    replay.sources = [good(1.2, 5.0)]
+    replay.play(streams)
+    assert replay.play(streams) > 1.5
+
+
 @pytest.mark.every_run("EPYC-repeats-3.6|bfloat16-mixed-1.4|EPYC-mixed-silent")
 @pytest.mark.parametrize(
     "draft", [(4, 0.6, 1.4), (4, 0.93, 2.8), (4, 0.95, 3.6), (0, 0.0, 3.0)], ids=["1.4", "2.8", "3.6", "silent"]
