@@ -65,20 +65,16 @@ class WithModel(CandidateGenerator):
 
 
 def test_copies_share_models_and_nothing_else(fresh_llama: LlamaForCausalLM) -> None:
-    generator = WithModel(fresh_llama)
+    """What cannot be copied drafts for one row."""
+    generator, forwards = WithModel(fresh_llama), list[Any]()
     copies = one_for_each_row(generator, 3)
     assert copies[0] is generator
     assert len({id(one.counts) for one in copies}) == 3
     assert all(one.model is fresh_llama for one in copies)
-    fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=SelfSpec(draft=generator))
-    assert generator.counts["rows"] == 6
-
-
-def test_a_generator_that_cannot_be_copied(fresh_llama: LlamaForCausalLM) -> None:
-    generator = WithModel(fresh_llama)
-    generator.lock = threading.Lock()
     spec = SelfSpec(draft=generator)
-    forwards: list[Any] = []
+    fresh_llama.generate(**BATCH, max_new_tokens=8, assistant=spec)
+    assert generator.counts["rows"] == 6
+    generator.lock = threading.Lock()
     fresh_llama.register_forward_pre_hook(lambda *args: forwards.append(args))
     words = r"WithModel cannot draft for a batch of 3 rows: .*cannot pickle .*__deepcopy__, or generate for one row"
     with pytest.raises(UnsupportedOptionError, match=words):
