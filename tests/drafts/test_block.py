@@ -33,7 +33,7 @@ from hf_selfspec import (
     load_mtp,
 )
 from hf_selfspec.batch import Draft
-from hf_selfspec.drafts import MTP, Cascade, Lookup
+from hf_selfspec.drafts import MTP, Cascade, DraftSource, Lookup
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.shipped import attached_head
@@ -71,16 +71,25 @@ def test_ids_are_plain(name: str, kind: str) -> None:
             assert head is not right or kind != "alone" or spec.stats.acceptance_rate > 0.3
 
 
-@pytest.mark.every_run("llama tree-dspark rnn|llama-dspark")
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dspark rnn"])
+DRAWN: dict[str, Callable[[PreTrainedModel], DraftSource]] = {
+    **{
+        name: lambda model, name=name: Block(block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS[name]))  # type: ignore[misc]  # a default of a lambda
+        for name in ("dflash", "dspark", "dspark gated", "dspark rnn")
+    },
+    "mtp": lambda model: MTP(mtp_of(model)),
+    "two mtp layers": lambda model: MTP(mtp_of(model, 2)),
+}
+
+
+@pytest.mark.every_run("llama tree-(dspark rnn|mtp)|llama-dspark")
+@pytest.mark.parametrize("name", DRAWN)
 @each_family
 def test_drawn_tokens_have_the_models_distribution(
     name: str, family: Callable[[], PreTrainedModel], tree: TopKTree | None
 ) -> None:
-    """Each slot is drawn from its logits with all that its Markov head has added."""
-    model = family()
-    spec = SelfSpec(Block(block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS[name])), FixedLength(3), tree)
-    check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
+    """Each slot of a block is drawn from its logits with all that its Markov head has added."""
+    spec = SelfSpec(DRAWN[name](family()), FixedLength(3), tree)
+    check_exact(sample(spec, family(), rows=1000), exact_joint(family(), []))
 
 
 @pytest.mark.parametrize("kind", ["mtp", "block"])
@@ -124,8 +133,9 @@ def test_positions_keep_their_digits_in_fewer_bits() -> None:
         )
 
 
+@pytest.mark.usefixtures("no_warnings_yet")
 def test_an_embedding_that_is_no_plain_tensor_is_refused() -> None:
-    """Before anything is generated; in a cascade other drafts that read states begin all the same."""
+    """In a cascade other drafts that read states begin all the same."""
     model = tiny_llama(factor=0.5)
     head, beside = block_of(model), mtp_of(model)
     plain = model.generate(**ROW, max_new_tokens=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from helpers.calls import unchanged
 from helpers.fitted import adapter_of, mtp_of
 from helpers.machine import Machine, bytes_that_wait
 from helpers.models import BATCH, ROW, tiny_llama
-from helpers.sampling import check_exact, each_family, exact_joint, sample
 from helpers.watched import watched
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SettingError, SettingTypeError, TopKTree
 from hf_selfspec.batch import Draft, Text
@@ -125,17 +123,6 @@ def test_rounds_of_others_are_taken_in(
     model.generate(**BATCH, max_new_tokens=36, assistant=SelfSpec(source, FixedLength(4)))
     assert len(seen) > 3
     assert max(waiting) <= 3 * (most + layers)
-
-
-@pytest.mark.every_run("llama tree-1")
-@pytest.mark.parametrize("layers", [1, 2])
-@each_family
-def test_drawn_tokens_have_the_models_distribution(
-    family: Callable[[], PreTrainedModel], layers: int, tree: TopKTree | None
-) -> None:
-    model = family()
-    spec = SelfSpec(MTP(mtp_of(model, layers)), FixedLength(3), tree)
-    check_exact(sample(spec, model, rows=1000), exact_joint(model, []))
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:

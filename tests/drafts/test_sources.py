@@ -23,7 +23,6 @@ from hf_selfspec import Draft, SelfSpec, Verdict
 from hf_selfspec.drafts import Cascade, Drafter, DraftSource, EarlyExit, Lookup, Session
 from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelError
 from hf_selfspec.learned import saving
-from hf_selfspec.model.anatomy import Anatomy
 
 
 @pytest.mark.slow
@@ -204,31 +203,24 @@ def test_registering() -> None:
 
 @dataclass(frozen=True)
 class Picky(DraftSource):
-    """Cannot draft, which it finds out when it is checked or when it starts."""
-
-    when: str
-
-    def check(self, anatomy: Anatomy) -> None:
-        if self.when == "check":
-            raise UnsupportedModelError(f"{anatomy.model_name} is not picked.")
+    """Finds out that it cannot draft when it starts."""
 
     def start(self, session: Session) -> Drafter:
         raise UnsupportedModelError(f"{session.anatomy.model_name} is not picked.")
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
-@pytest.mark.parametrize("when", ["check", "start"])
-def test_a_source_that_refuses_a_model(when: str, fresh_llama: LlamaForCausalLM) -> None:
-    picky, forwards = Picky(when), list[Any]()
-    plain = fresh_llama.generate(**ROW, max_new_tokens=8)
+def test_a_source_that_refuses_a_model(fresh_llama: LlamaForCausalLM) -> None:
+    """Before any forward; plain serves where it is attached, and in a cascade others draft."""
+    plain, forwards = fresh_llama.generate(**ROW, max_new_tokens=8), list[Any]()
     hook = fresh_llama.register_forward_pre_hook(lambda *args: forwards.append(args))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is not picked"):
-        fresh_llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(picky))
+        fresh_llama.generate(**ROW, max_new_tokens=8, assistant=SelfSpec(Picky()))
     assert not forwards
     hook.remove()
     for spec, words in (
-        (SelfSpec(picky), "plain generate serves it: LlamaForCausalLM is not picked"),
-        (SelfSpec(Cascade([Lookup(), picky])), "is left out of the drafts of this model: .* not picked"),
+        (SelfSpec(Picky()), "plain generate serves it: LlamaForCausalLM is not picked"),
+        (SelfSpec(Cascade([Lookup(), Picky()])), "is left out of the drafts of this model: .* not picked"),
     ):
         with hf_selfspec.attach(fresh_llama, spec), pytest.warns(UserWarning, match=words):
             assert torch.equal(fresh_llama.generate(**ROW, max_new_tokens=8), plain)
