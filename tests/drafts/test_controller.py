@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-from collections import Counter
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -17,7 +15,7 @@ from helpers.models import ROW
 from hf_selfspec import Cascade, EarlyExit, Lookup, SelfSpec, Session
 from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import Arms, ArmStats, Controller, Curves
-from hf_selfspec.drafts.cost_curve import SIZES, CostCurve
+from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.drafts.stop import FixedLength
 
 pytestmark = pytest.mark.times_decide
@@ -90,66 +88,6 @@ def test_a_curve_for_each_kind_of_round() -> None:
     assert len(set(kinds)) == 6
     assert curve(context=1023) is kinds[0]
     assert curve(rows=15) is kinds[-1]
-
-
-class World:
-    """Rounds of sources that take so many plain rounds and bring so many tokens, nearly; a plain round brings one."""
-
-    def __init__(self, **sources: tuple[float, float]) -> None:
-        self.sources, self.random = sources, random.Random(0)
-        self.controller = Controller(Arms(ArmStats), Curves(), "cpu", on_cpu=True)
-
-    def play(self, rounds: int, **promised: float) -> Counter[str | None]:
-        """How often each source drafted, ``None`` for nothing."""
-        chosen = Counter[str | None]()
-        for _ in range(rounds):
-            self.controller.begin(rows=1, running=1, context=100)
-            name = self.controller.choose({source: promised.get(source) for source in self.sources})
-            price, tokens = self.sources[name] if name else (1.0, 1.0)
-            gained = int(tokens) + (self.random.random() < tokens % 1)
-            seconds = 0.02 * price * self.random.gauss(1, 0.02)
-            self.controller.record(name, 4 if name else 0, gained, seconds, drafted=8 if name else 0)
-            chosen[name] += 1
-        return chosen
-
-
-@pytest.mark.parametrize(
-    "sources",
-    [
-        {"one": (1.2, 3.0)},
-        {"one": (3.0, 2.5)},
-        {"slow": (3.0, 4.0), "fast": (1.2, 3.0)},
-        {"slow": (3.0, 4.0), "slower": (4.0, 4.5), "fast": (1.1, 2.2), "bad": (2.0, 1.0)},
-        {"bad": (1.2, 1.0), "worse": (2.0, 1.5)},
-    ],
-    ids=str,
-)
-def test_the_fastest_source_drafts(sources: dict[str, tuple[float, float]]) -> None:
-    speeds: dict[str | None, float] = {name: tokens / price for name, (price, tokens) in sources.items()}
-    best = max({None: 1.02} | speeds, key=lambda name: ({None: 1.02} | speeds)[name])
-    chosen = World(**sources).play(1000)
-    assert chosen[best] > 900
-    assert all(chosen[name] >= 4 for name in sources), "each was tried"
-
-
-def test_promises_are_believed_until_tried() -> None:
-    assert World(one=(4.0, 3.0)).play(60, one=5.0)["one"] == 4
-    world = World(one=(10.0, 4.0))
-    assert world.play(60, one=5.0)["one"] == 2, "nine tokens would not be enough"
-    world.sources["one"] = (1.2, 4.0)
-    world.play(1_700, one=5.0)
-    assert world.play(100, one=5.0)["one"] > 95, "whatever disturbed the round that was timed"
-    assert World(one=(0.1, 4.0)).play(60, one=0.5)["one"] == World(one=(0.1, 4.0)).play(60, one=0.0)["one"] == 0
-
-
-def test_rounds_without_room_teach_nothing() -> None:
-    """The last token of a call is verified without a draft, which is not the source's fault."""
-    world = World(one=(1.2, 3.0))
-    world.play(50)
-    for _ in range(200):
-        world.controller.begin(rows=0, running=1, context=100)
-        world.controller.record("one", 0, 1, 0.02)
-    assert world.play(50)["one"] > 45
 
 
 def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
