@@ -3,18 +3,21 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import (
     AnyToAnyPipeline,
+    AsyncTextIteratorStreamer,
     ContinuousMixin,
     GenerationConfig,
     GenerationMixin,
     ImageTextToTextPipeline,
     StoppingCriteriaList,
+    TextIteratorStreamer,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -50,22 +53,34 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
         if chosen is None:
             return original(self, *args, **kwargs)
         (spec, default_of), why = chosen, ""
-        try:
-            if why := why_plain(self):  # whoever chose the SelfSpec
-                raise UnsupportedModelError(why)
-            served = _served(self, spec, default_of, named)
-        except Exception as error:  # of any kind: plain generate serves the call, or raises it itself
-            # A SelfSpec that the caller did not choose must not make the call fail, nor may a model of an unknown kind.
-            if isinstance(error, SelfSpecError) and not (default_of or why):
-                raise
-            why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
-            output = original(self, *args, **kwargs)
-            seconds = perf_counter() - begun
-            spec._knowledge.add_call(GenerationStats.of_plain(seconds, why))
-            return output
-        return original(self, **served)
+        with _ended(named.get("streamer")):
+            try:
+                if why := why_plain(self):  # whoever chose the SelfSpec
+                    raise UnsupportedModelError(why)
+                served = _served(self, spec, default_of, named)
+            except Exception as error:  # of any kind: plain generate serves the call, or raises it itself
+                # A SelfSpec that the caller did not choose must not make the call fail, nor may an unknown model.
+                if isinstance(error, SelfSpecError) and not (default_of or why):
+                    raise
+                why, begun = left_to_plain(type(self).__name__, default_of, error), perf_counter()
+                output = original(self, *args, **kwargs)
+                seconds = perf_counter() - begun
+                spec._knowledge.add_call(GenerationStats.of_plain(seconds, why))
+                return output
+            return original(self, **served)
 
     return generate
+
+
+@contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """Ends a stream whose call fails, for whose next text another thread would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(streamer, (TextIteratorStreamer, AsyncTextIteratorStreamer)):
+            streamer.end()
+        raise
 
 
 def _by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from helpers.calls import assert_serves, new_spec, unchanged
-from helpers.models import BATCH, ROW, ragged_batch
-from hf_selfspec import EarlyExit, SelfSpec, SkipLayers
+from helpers.models import BATCH, ROW, character_tokenizer, ragged_batch
+from hf_selfspec import EarlyExit, SelfSpec, SelfSpecError, SkipLayers
 
 EXIT = new_spec()
 SKIPS = SelfSpec(SkipLayers())
@@ -81,6 +81,15 @@ def test_after_an_exception(llama: LlamaForCausalLM, inputs: dict[str, torch.Ten
             explode(llama, place, bomb, inputs)
         assert bomb.fuse == 0
     assert_serves(llama, EXIT)
+
+
+@pytest.mark.parametrize("options", [{"logits_processor": [Bomb(6).rule]}, {"num_beams": 2}], ids=["late", "refused"])
+def test_a_stream_whose_call_fails_ends(llama: LlamaForCausalLM, options: dict[str, Any]) -> None:
+    """Its reader would wait in another thread for ever."""
+    streamer = TextIteratorStreamer(character_tokenizer(), timeout=5)
+    with pytest.raises((BoomError, SelfSpecError)):
+        llama.generate(**ROW, max_new_tokens=16, assistant=EXIT, streamer=streamer, **options)
+    list(streamer)
 
 
 @pytest.fixture
