@@ -1,12 +1,11 @@
 """What is damaged or fails: each loader has one error before anything is generated, which names the file; caches begin
 anew; learning, timings, statistics and files that fail beside a text do not lose it."""
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -126,16 +125,16 @@ def test_a_damaged_file_is_one_error(saved: str, tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def places(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be replaced; of lists the first and the last."""
-    if keys:
-        yield keys
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield from places(value, (*keys, key))
-    elif isinstance(content, list) and content:
-        for index in sorted({0, len(content) - 1}):
-            yield from places(content[index], (*keys, index))
+def changed(content: Any, value: Any) -> Iterator[Any]:
+    """The value, and copies of the content in which it stands in one place; of lists the first and the last."""
+    yield value
+    places: Any = content if isinstance(content, dict) else ()
+    if isinstance(content, list) and content:
+        places = {0, len(content) - 1}
+    for place in places:
+        for inner in changed(content[place], value):
+            (other := copy.copy(content))[place] = inner
+            yield other
 
 
 @pytest.mark.parametrize("value", [None, -1, [[0.5]]], ids=repr)
@@ -143,18 +142,16 @@ def test_findings_that_do_not_fit(value: Any, tmp_path: Path) -> None:
     """Whatever was changed: the output is that of the model, or one error names the file before any forward."""
     kept(tmp_path)
     file, refused = tmp_path / FILE, 0
-    content, plain = file.read_text(), generate(MODEL, prompt(), 12)
-    for keys in places(json.loads(content)["findings"], ("findings",)):
-        changed = json.loads(content)
-        reduce(getitem, keys[:-1], changed)[keys[-1]] = value
-        file.write_text(json.dumps(changed))
+    content, plain = json.loads(file.read_text()), generate(MODEL, prompt(), 12)
+    for findings in changed(content["findings"], value):
+        file.write_text(json.dumps(content | {"findings": findings}))
         try:
             ids, told = use_kept(tmp_path), ""
         except (SettingError, UserWarning) as error:  # a warning where a cascade leaves out what it belongs to
             ids, told = plain, str(error)
         refused += bool(told)
-        assert torch.equal(ids, plain), keys
-        assert not told or str(file) in told, keys
+        assert torch.equal(ids, plain), findings
+        assert not told or str(file) in told, findings
     assert refused > 5
 
 
