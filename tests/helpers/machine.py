@@ -9,11 +9,12 @@ from helpers.captured import Traced
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.generate import unseen, walk
-from hf_selfspec.model import forks, linear, module_tools, patching, target
+from hf_selfspec.model import anatomy, forks, linear, module_tools, patching, target
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
 from hf_selfspec.model.kernels import packing
 from hf_selfspec.model.kernels.packing import Kernel, one_a_byte
+from hf_selfspec.model.linear import LinearAutotuner
 
 
 class Machine:
@@ -64,9 +65,17 @@ class Machine:
         """A model has so many at most."""
         self._set(model_graphs, "_MOST", most)
 
+    def no_architectures_are_registered(self) -> None:
+        """But those of the package, until the test ends."""
+        self._set(anatomy, "_ARCHITECTURES", dict(anatomy._ARCHITECTURES))
+
     def small_linears_have_ways(self) -> None:
         """Linear layers of any size have several ways to multiply."""
         self._set(linear, "_SMALLEST", 1)
+
+    def linears_choose_by(self, fastest: LinearAutotuner) -> None:
+        """In place of what has chosen for this process so far."""
+        self._set(linear, "_fastest", fastest)
 
     def forks_wait_briefly(self) -> None:
         """For locks that threads of the parent hold."""

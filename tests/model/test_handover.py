@@ -150,22 +150,21 @@ class Ends(StoppingCriteria):
         return self.are_over(input_ids).expand(len(input_ids))
 
 
-def with_tokens(tokens: torch.Tensor) -> Ends:
-    return Ends(lambda ids: torch.isin(ids[:, -1], tokens))
-
-
 def apart(free: torch.Tensor) -> int:
     """A token that rows do not have at the same time."""
-    places = ((free == token).int().argmax(1) for token in free.unique())
-    return next(int(token) for token, at in zip(free.unique(), places, strict=True) if at.min() < at.max())
+    places = {int(token): (free == token).int().argmax(1) for token in free.unique()}
+    return next(token for token, at in places.items() if at.min() < at.max())
 
 
-ENDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
-    "with its first token": lambda free: {"eos_token_id": int(free[0, 0])},
-    "before others": lambda free: {"eos_token_id": int(free[1, 3])},
-    "in step": lambda free: {"eos_token_id": apart(free), "logits_processor": [Counting()]},
-    "and goes on": lambda free: {"stopping_criteria": [with_tokens(free[[0, 1, 2], [3, 5, 8]])]},
-}
+# Options of each call, and those that follow from the tokens that rows have without an end.
+ENDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[torch.Tensor], dict[str, Any]]]] = {
+    "with its first token": (dict, lambda free: {"eos_token_id": int(free[0, 0])}),
+    "before others": (dict, lambda free: {"eos_token_id": int(free[1, 3])}),
+    "in step": (lambda: {"logits_processor": [Counting()]}, lambda free: {"eos_token_id": apart(free)}),
+    "and goes on": (dict, lambda free: {
+        "stopping_criteria": [Ends(lambda ids: torch.isin(ids[:, -1], free[[0, 1, 2], [3, 5, 8]]))]
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.every_run("in step-dynamic|before others-window")
@@ -173,14 +172,13 @@ ENDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_row_that_ends_before_others(end: str, kind: str) -> None:
     """Its padding is masked afterwards."""
-    prompt = prompt_of(kind, (7, 12, 9))
-    width, in_step = prompt["input_ids"].shape[1], {"logits_processor": [Counting()]} if end == "in step" else {}
-    options = ENDS[end](generate(kind, prompt, None, max_new_tokens=12, **in_step).sequences[:, width:])
+    prompt, (always, at) = prompt_of(kind, (7, 12, 9)), ENDS[end]
+    width = prompt["input_ids"].shape[1]
+    options = at(generate(kind, prompt, None, max_new_tokens=12, **always()).sequences[:, width:])
     ends = torch.tensor(options.get("eos_token_id", -1))
 
     def call(assistant: SelfSpec | None) -> Any:
-        fresh = {"logits_processor": [Counting()]} if in_step else {}
-        return generate(kind, prompt, assistant, max_new_tokens=12, **options | fresh)
+        return generate(kind, prompt, assistant, max_new_tokens=12, **options, **always())
 
     plain, ours = call(None), call(SPECS["exit"]())
     assert torch.equal(ours.sequences, plain.sequences)

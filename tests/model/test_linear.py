@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn.functional import linear as plain_linear
 
 from helpers.calls import check_lossless
+from helpers.machine import Machine
 from helpers.models import ragged_batch, tiny_gpt2, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model import linear
@@ -85,7 +87,7 @@ def plain(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_blas", [True, False])
-def test_a_layer_does_what_it_would_do(is_blas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_does_what_it_would_do(is_blas: bool, machine: Machine) -> None:
     """Whatever the input's dtype and the modes, also with gradients; weights are those of the moment."""
     layer, x, is_active, served = torch.nn.Linear(800, 700), torch.randn(1, 3, 800), False, list[int]()
 
@@ -93,7 +95,7 @@ def test_a_layer_does_what_it_would_do(is_blas: bool, monkeypatch: pytest.Monkey
         served.append(1)
         return linear.blas(*args)
 
-    monkeypatch.setattr(linear, "_fastest", LinearAutotuner([linear.blas if is_blas else other]))
+    machine.linears_choose_by(LinearAutotuner([linear.blas if is_blas else other]))
     with few_token_linears(layer, lambda: is_active):
         with torch.no_grad():
             assert torch.equal(layer(x), plain(layer, x))
@@ -153,19 +155,19 @@ def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.Monk
     """A model's and our own are linear layers; the other ways serve few tokens without gradients alone."""
     usual, own = torch.nn.Linear(800, 700), FewTokenLinear(800, 700)
     own.load_state_dict(usual.state_dict())
-    input, served, way = torch.randn(shape), [], linear._fastest.way
-    monkeypatch.setattr(linear._fastest, "way", lambda *args: served.append(1) or way(*args))
+    input, way = torch.randn(shape), Mock(side_effect=LinearAutotuner.way)
+    monkeypatch.setattr(LinearAutotuner, "way", lambda *args: way(*args))
     with few_token_linears(torch.nn.Sequential(usual, torch.nn.ReLU()), lambda: True):
         for layer in (usual, own):
-            served.clear()
+            way.reset_mock()
             with torch.no_grad():
                 torch.testing.assert_close(layer(input), plain(usual, input), atol=1e-5, rtol=1e-5)
-            assert bool(served) == (0 < input.numel() <= 32 * 800)
-    served.clear()
+            assert way.called == (0 < input.numel() <= 32 * 800)
+    way.reset_mock()
     for layer in (own, usual):
         layer(input).sum().backward()
     torch.testing.assert_close(own.weight.grad, usual.weight.grad)
-    assert not served
+    assert not way.called
 
 
 def test_compiled_layers_of_our_own_are_one_graph() -> None:
@@ -176,18 +178,20 @@ def test_compiled_layers_of_our_own_are_one_graph() -> None:
 
 
 @pytest.mark.parametrize("slower", ["blas", "other"])
-def test_layers_that_blas_serves_best_are_left_alone(slower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_blas_serves_best_are_left_alone(
+    slower: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the second call on, but for one of each shape, which chooses for further numbers of tokens."""
-    machine = FakeMachine(blas=lambda n: 2.0, other=lambda n: 1.0 if n > 4 or slower == "blas" else 3.0)
-    monkeypatch.setattr(linear, "_SMALLEST", 1)
-    monkeypatch.setattr(linear, "_fastest", machine.fastest)
-    monkeypatch.setattr(linear, "blas", machine.ways[0])
+    fake = FakeMachine(blas=lambda n: 2.0, other=lambda n: 1.0 if n > 4 or slower == "blas" else 3.0)
+    machine.small_linears_have_ways()
+    machine.linears_choose_by(fake.fastest)
+    monkeypatch.setattr(linear, "blas", fake.ways[0])
     model, prompt = tiny_llama(layers=3, factor=0.5), ragged_batch((40,))  # more tokens than have ways
     all_layers = wrapped(model)
     assert len(all_layers) == 3 * 7 + 1
     for drafted in (1, 3):
         check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(drafted)), 12, [prompt])
-    assert max(machine.fastest.chosen(model.lm_head.weight)) == 4
+    assert max(fake.fastest.chosen(model.lm_head.weight)) == 4
     assert sorted(wrapped(model)) == sorted(all_layers if slower == "blas" else set(all_layers))
     check_lossless(model, SelfSpec(EarlyExit(2), FixedLength(6)), 20, [prompt])  # verifications of 7 tokens
     assert wrapped(model) == all_layers

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from math import nan
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from helpers.calls import check_lossless, new_spec
-from helpers.models import ROW, VOCABULARY, ragged_batch, tiny_llama
+from helpers.machine import Machine
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from hf_selfspec import (
     Architecture,
     EarlyExit,
@@ -24,35 +22,29 @@ from hf_selfspec import (
     register_architecture,
 )
 from hf_selfspec.errors import SettingError, UnsupportedModelError
-from hf_selfspec.model import anatomy as anatomy_module
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.interface import MaskSpec
-from hf_selfspec.model.cache.layers import LayerBuffers
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.forward_pass import ForwardPass, obeying, partial_forwards
 from hf_selfspec.model.logits import Logits, Tops
 from hf_selfspec.model.plan import LayerPlan
 
 
-def test_uncertain_layers_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_uncertain_is_an_error_that_says_what_to_do(machine: Machine) -> None:
+    """Layers, and blocks within them."""
+    machine.no_architectures_are_registered()
     with pytest.raises(SettingError, match="takes a model type and an Architecture"):
         register_architecture("llama", "model.layers")
-    model = tiny_llama(layers=2)
-    model.model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    with pytest.raises(UnsupportedModelError, match=r"2 module lists of num_hidden_layers=2.*register_architecture"):
+    model = tiny_llama(layers=3)
+    model.model.other = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+    with pytest.raises(UnsupportedModelError, match=r"2 module lists of num_hidden_layers=3.*register_architecture"):
         Anatomy.of(model)
-    monkeypatch.setattr(anatomy_module, "_ARCHITECTURES", dict(anatomy_module._ARCHITECTURES))
-    register_architecture("llama", Architecture(layers="model.layers"))
-    assert Anatomy.of(model).num_layers == 2
-
-
-def test_unknown_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anatomy_module, "_ARCHITECTURES", dict(anatomy_module._ARCHITECTURES))
-    register_architecture("llama", Architecture(attention="mixer"))
-    model = tiny_llama()
-    with pytest.raises(UnsupportedModelError, match="attention block of layer 2 was not found"):
-        SkipLayers(attention=[2]).plan(Anatomy.of(model))
-    assert SkipLayers(attention=[2], mlp=[2]).plan(Anatomy.of(model)).skipped_layers == {2}
+    register_architecture("llama", Architecture(layers="model.layers", attention="mixer"))
+    anatomy = Anatomy.of(model)
+    assert anatomy.num_layers == 3
+    with pytest.raises(UnsupportedModelError, match="attention block of layer 1 was not found"):
+        SkipLayers(attention=[1]).plan(anatomy)
+    assert SkipLayers(attention=[1], mlp=[1]).plan(anatomy).skipped_layers == {1}
 
 
 def test_skipped_blocks_contribute_nothing(llama: LlamaForCausalLM, fresh_llama: LlamaForCausalLM) -> None:
@@ -128,24 +120,6 @@ def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
     assert logits.best.tokens.tolist() == found.numpy().argmax(-1).tolist()
     assert logits.best.highest.nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
     assert Tops(logits).best(2) is None
-
-
-def test_memory_is_free_after_a_call(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, without Python's search for reference cycles."""
-    keep, made = LayerBuffers._keep, list[weakref.ref[torch.Tensor]]()
-
-    def watched(self: Any, buffer: torch.Tensor) -> None:
-        keep(self, buffer)
-        made.append(weakref.ref(buffer))
-
-    monkeypatch.setattr(LayerBuffers, "_keep", watched)
-    gc.disable()
-    try:
-        llama.generate(**ROW, max_new_tokens=4, assistant=new_spec())
-        assert made
-        assert not any(buffer() is not None for buffer in made)
-    finally:
-        gc.enable()
 
 
 def test_a_mask_that_was_freed_is_not_taken_for_another() -> None:

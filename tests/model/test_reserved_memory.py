@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import Counter
@@ -68,6 +69,17 @@ def test_room_is_for_what_a_call_can_use(name: str, llama: LlamaForCausalLM) -> 
     # have multiples of 256 slots.
     most = 1.25 * (PROMPT + NEW + max(ahead, LAYERS)) + 1
     assert PROMPT + NEW <= held.longest <= 256 * math.ceil(most / 256)
+
+
+def test_memory_is_free_after_a_call(llama: LlamaForCausalLM) -> None:
+    """At once, without Python's search for reference cycles."""
+    gc.disable()
+    try:
+        with Held(llama) as held:
+            llama.generate(**ragged_batch((PROMPT,)), max_new_tokens=4, assistant=SelfSpec(EarlyExit(3)))
+        assert held.now == 0 < held.most
+    finally:
+        gc.enable()
 
 
 def test_a_chat_holds_keys_and_values_once(llama: LlamaForCausalLM) -> None:
