@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -198,43 +199,23 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_case(wrapper: str, case: str, folder: Path) -> None:
-    """One training in this process and its siblings; leaves what it found in a file for each rank."""
-    callbacks, options = CASES[case]
-    model = tiny()
-    seen = rows_seen(model)
-    with patch.dict(os.environ):  # in which TrainingArguments leave settings for accelerate
-        run = trainer(
-            model,
-            callbacks(),
-            folder / "run",
-            **({"per_device_train_batch_size": 2} | options | WRAPPERS[wrapper]),
-        )
-        assert run.args.world_size == 2
-        run.train()
-        found = {
-            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-            for name, value in run.accelerator.unwrap_model(run.model).named_parameters()
-        }
-    result = {
-        "weights": found,
-        "kind": type(run.model_wrapped).__name__,
-        "rows": seen,
-        "logs": [entry for entry in run.state.log_history if "loss" in entry],
-        "attributes": sorted(
-            f"{name}.{key}"
-            for name, module in run.model.named_modules()
-            for key in module.__dict__
-            if key in ("forward", "_loss_function")
-        ),
-    }
-    torch.save(result, folder / f"{wrapper}-{case}-{run.args.process_index}.pt")
-
-
 def trainings(folder: Path) -> None:
-    for wrapper in WRAPPERS:
-        for case in CASES:
-            run_case(wrapper, case, folder)
+    """Each case with each wrapper; leaves what was found in a file for each rank."""
+    for (wrapper, of_wrapper), (case, (callbacks, options)) in product(WRAPPERS.items(), CASES.items()):
+        seen = rows_seen(model := tiny())
+        with patch.dict(os.environ):  # in which TrainingArguments leave settings for accelerate
+            options = {"per_device_train_batch_size": 2} | options | of_wrapper
+            run = trainer(model, callbacks(), folder / "run", **options)
+            assert run.args.world_size == 2
+            run.train()
+            found = {
+                name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+                for name, value in run.accelerator.unwrap_model(run.model).named_parameters()
+            }
+        changed = {"forward", "_loss_function"} & set().union(*map(vars, run.model.modules()))
+        result = {"weights": found, "kind": type(run.model_wrapped).__name__, "rows": seen, "changed": changed}
+        result["logs"] = [entry for entry in run.state.log_history if "loss" in entry]
+        torch.save(result, folder / f"{wrapper}-{case}-{run.args.process_index}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -287,19 +268,19 @@ def rollouts(folder: Path) -> None:
     fully_shard(model, mesh=mesh)
     lengths, new = CALLS[rank]
     call: dict[str, Any] = {**ragged_batch(lengths), **OPTIONS, "max_new_tokens": new, "synced_gpus": True}
+    # One row ends early, and its last token takes a forward of its own.
+    uneven = {"eos_token_id": list(range(40, 60)), "return_dict_in_generate": True}
     found: dict[str, Any] = {}
     specs = {"lookup": SelfSpec.lookup(), "default": SelfSpec()}
     for moment in ("before", "after"):
-        for name, spec in specs.items():
-            ids = model.generate(**call, assistant=spec)
-            found[f"{name}, {moment}"] = [ids.tolist(), spec.stats.accepted]
-        # One row ends early, and its last token takes a forward of its own.
-        uneven = call | {"eos_token_id": list(range(40, 60)), "return_dict_in_generate": True}
-        ids = model.generate(**uneven, assistant=(spec := specs["lookup"])).sequences
-        found[f"uneven, {moment}"] = [ids.tolist(), spec.stats.accepted]  # from what the call before has written
-        # One process with drafts, the other without.
-        ids = model.generate(**call, **({"assistant": specs["lookup"]} if rank else {}))
-        found[f"mixed, {moment}"] = [ids.tolist(), None]
+        for name, spec, options in (
+            ("lookup", specs["lookup"], {}),
+            ("default", specs["default"], {}),
+            ("uneven", specs["lookup"], uneven),  # from what the call before has written
+            ("mixed", specs["lookup"] if rank else None, {}),  # one process with drafts, the other without
+        ):
+            ids = model.generate(**call | options, assistant=spec)
+            found[f"{name}, {moment}"] = [getattr(ids, "sequences", ids).tolist(), spec.stats.accepted if spec else 0]
         train_once(model)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -320,38 +301,29 @@ SPECS = {
 def tensor_parallel(folder: Path) -> None:
     """Notes for each spec, decoding mode and call the ids and how much was drafted."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
-    rank = torch.distributed.get_rank()
-    if rank:
+    if rank := torch.distributed.get_rank():
         # The clock of one process runs differently; whatever follows from timings must not.
         module_tools.perf_counter = lambda: 5.0 * time.perf_counter()
     found: dict[str, Any] = {}
-    for name, make in SPECS.items():
-        for do_sample in (False, True):
-            spec = make()
-            torch.manual_seed(3)
-            found[f"{name}, {do_sample}"] = [
-                [
-                    model.generate(**ragged_batch(rows), **DRAWN, do_sample=do_sample, assistant=spec).tolist(),
-                    [spec.stats.drafted, spec.stats.accepted, spec.stats.plan] if spec.stats is not None else [],
-                ]
-                for rows in ((9, 5), (9,))
-            ]
-    for seed in (4, 5):
+
+    def noted(spec: SelfSpec, seed: int, rows: tuple[int, ...] = (9,), **options: Any) -> list[Any]:
         torch.manual_seed(seed)
-        ids = model.generate(**ragged_batch((9,)), **DRAWN, do_sample=True, assistant=SPECS["exit"]())
-        found[f"seed {seed}"] = ids.tolist()
-    readings = []
-    broadcast = torch.distributed.broadcast
-    torch.distributed.broadcast = lambda *given, **named: readings.append(1) or broadcast(*given, **named)
-    spec = SPECS["swift"]()
-    model.generate(**ragged_batch((9,)), **DRAWN | {"max_new_tokens": 60}, assistant=spec)
-    torch.distributed.broadcast = broadcast
-    stats = spec.stats
-    found["readings"] = [len(readings), 1 + stats.rounds + stats.draft_steps]  # and forwards, besides trials
-    head = ReducedHead.of(range(0, 97, 2), 97)
+        ids = model.generate(**ragged_batch(rows), **DRAWN | options, assistant=spec).tolist()
+        stats = spec.stats
+        return [ids, [] if stats is None else [stats.drafted, stats.accepted, stats.plan]]
+
+    for (name, make), do_sample in product(SPECS.items(), (False, True)):
+        spec = make()
+        found[f"{name}, {do_sample}"] = [noted(spec, 3, rows, do_sample=do_sample) for rows in ((9, 5), (9,))]
+    for seed in (4, 5):
+        found[f"seed {seed}"] = noted(SPECS["exit"](), seed, do_sample=True)
+    with patch.object(torch.distributed, "broadcast", Mock(side_effect=torch.distributed.broadcast)) as broadcast:
+        noted(spec := SPECS["swift"](), 0, max_new_tokens=60)
+    # Readings of the clock, and forwards besides trials.
+    found["readings"] = [broadcast.call_count, 1 + spec.stats.rounds + spec.stats.draft_steps]
     for name, call in (
-        ("head", lambda: model.generate(**ragged_batch((9,)), **DRAWN, assistant=SelfSpec(EarlyExit(2, head)))),
-        ("layerskip", lambda: model.generate(**ragged_batch((9,)), **DRAWN, assistant=SelfSpec.layerskip())),
+        ("head", lambda: noted(SelfSpec(EarlyExit(2, ReducedHead.of(range(0, 97, 2), 97))), 0)),
+        ("layerskip", lambda: noted(SelfSpec.layerskip(), 0)),
         ("tune", lambda: tune(model, None, ["a text"])),
     ):
         try:
