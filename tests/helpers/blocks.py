@@ -16,9 +16,6 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from helpers.models import VOCABULARY
-from hf_selfspec import Block
-from hf_selfspec.batch import Text
-from hf_selfspec.drafts import Drafter, Session
 from hf_selfspec.modules.block import BlockHead
 
 THETA, HEADS, KV_HEADS, SIZE, INNER, RANK, MASK = 5000.0, 4, 2, 8, 48, 6, 3
@@ -180,26 +177,6 @@ def markov_by_hand(
         else:
             found.append(one)
     return torch.stack(found) @ tensors["markov_head.markov_w2.weight"].T
-
-
-class Seen(Block):
-    """A block head's drafts, whose logits ``[b, v]`` of each slot are kept in ``steps`` until the next draft."""
-
-    def start(self, session: Session) -> Drafter:
-        drafter: Any = super().start(session)
-        step, propose = drafter._step, drafter.propose
-
-        def stepped(text: Text, *given: Any) -> Any:
-            found = step(text, *given)
-            self.__dict__["steps"].append(found.logits)
-            return found
-
-        def proposed(*given: Any) -> Any:
-            self.__dict__["steps"] = []
-            return propose(*given)
-
-        drafter._step, drafter.propose = stepped, proposed
-        return drafter
 
 
 def block_of(model: PreTrainedModel, **settings: Any) -> BlockHead:

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from helpers.machine import knowledge_of
 from helpers.models import BATCH, ROW, VOCABULARY, ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, GenerationStats, SelfSpec, SkipLayers
 from hf_selfspec.learned.knowledge import Knowledge
@@ -35,7 +36,7 @@ def new_spec() -> SelfSpec:
 
 def calls(spec: SelfSpec) -> int:
     """Returns how many calls ``spec`` has served, without those that were left to plain generate."""
-    return _served.get(spec._knowledge, 0)
+    return _served.get(knowledge_of(spec), 0)
 
 
 _served, _add_call = WeakKeyDictionary[Knowledge, int](), Knowledge.add_call

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from helpers.captured import Traced
+from hf_selfspec import SelfSpec
 from hf_selfspec.drafts import controller, states
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.generate import unseen, walk
+from hf_selfspec.learned.knowledge import Knowledge
 from hf_selfspec.model import anatomy, forks, linear, module_tools, patching, target
 from hf_selfspec.model.cache import speculative_cache
 from hf_selfspec.model.graphs import graph_runner, model_graphs
@@ -102,6 +104,11 @@ class Machine:
         """Layers in float32 have a kernel for weights in four bits, as those in bfloat16 have."""
         kernel = Kernel(one_a_byte, _in_four_bits, most=8)
         self._set(packing, "kernel_for", lambda device, dtype: kernel)
+
+
+def knowledge_of(spec: SelfSpec) -> Knowledge:
+    """What a ``SelfSpec`` learns from call to call."""
+    return spec._knowledge
 
 
 def bytes_that_wait(drafter: states.StatesDraft) -> int:

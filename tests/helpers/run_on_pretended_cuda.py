@@ -177,7 +177,7 @@ def measure(
         "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
         "replays": replays / seen["forwards"],
         "launches": (counts.launches.total() - replays) / rounds,
-        "graphs": 0 if (graphs := model_graphs._of_models.get(model)) is None else graphs.count,
+        "graphs": model_graphs.graphs_of(model).count,
         "warnings": [str(warning.message) for warning in told],
     }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from helpers.machine import knowledge_of
 from hf_selfspec import OnTheFlySearch, SelfSpec
 from hf_selfspec.batch import Text
 from hf_selfspec.generate import decoder
@@ -44,7 +45,7 @@ class Clock:
 
 def search_of(spec: SelfSpec, model: PreTrainedModel) -> SkipSearch:
     """What ``spec`` has found for the last kind of call of ``model``."""
-    search = spec._knowledge.latest(model)
+    search = knowledge_of(spec).latest(model)
     assert isinstance(search, SkipSearch)
     return search
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from helpers.architectures import build
 from helpers.calls import PAST
 from helpers.models import BATCH, ROW, tiny_llama
+from helpers.watched import Proposing
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.batch import Draft, Text
-from hf_selfspec.drafts.source import Drafter, DraftSource, Session
+from hf_selfspec.batch import Draft
 from hf_selfspec.errors import UnsupportedOptionError
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.attention.exact import ExactForward, reduced_precision
@@ -38,17 +37,6 @@ NAMES = (
     "olmo2", "olmo3", "cohere", "cohere2", "deepseek_v3", "glm4", "mixtral", "olmoe", "qwen3_moe", "gpt_neox",
     "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TooLong(DraftSource):
-    def start(self, session: Session) -> Drafter:
-        return _TooLong()
-
-
-class _TooLong(Drafter):
-    def propose(self, text: Text, max_new: list[int]) -> Draft:
-        return Draft(text.ids.new_ones(1, 40), [40])
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -174,8 +162,9 @@ def test_calls_that_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedOptionError, match=why):
             model.generate(**given, max_new_tokens=4, do_sample=False, assistant=EXACT)
+    too_long = Proposing(lambda text, max_new: Draft(text.ids.new_ones(1, 40), [40]))
     with pytest.raises(UnsupportedOptionError, match="drafts below 32 tokens: 40"):
-        model.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=SelfSpec(TooLong(), exact=True))
+        model.generate(**ROW, max_new_tokens=60, do_sample=False, assistant=SelfSpec(too_long, exact=True))
     for name, why in (("doge", "interface"), ("bloom", "tree"), ("lfm2", "recurrent"), ("gpt_oss", "not 'sdpa'")):
         with pytest.raises(UnsupportedOptionError, match=why):
             build(name).bfloat16().generate(**ROW, max_new_tokens=4, do_sample=False, assistant=EXACT)

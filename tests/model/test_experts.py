@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from helpers.architectures import build
+from helpers.captured import same_ids
 from helpers.models import ragged_batch
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 from hf_selfspec.model.graphs.model_graphs import graphs_of
@@ -42,13 +43,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-def same_ids(model: PreTrainedModel, spec: SelfSpec, lengths: tuple[int, ...] = (9,), new: int = 24) -> None:
-    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(**ragged_batch(lengths), **options)
-    assert torch.equal(model.generate(**ragged_batch(lengths), **options, assistant=spec), expected)
-    assert model.config._experts_implementation == "grouped_mm"
-
-
 def tokens_of(calls: Calls, name: str) -> set[int]:
     return {tokens for function, tokens in calls if function == name}
 
@@ -69,7 +63,7 @@ def test_off_a_cpu_weights_are_gathered_for_few_tokens(
     """Where a device has a kernel for groups, for one token alone."""
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())
     monkeypatch.setattr(experts, "has_grouped_kernel", lambda weight: has_kernel)
-    same_ids(moe, SelfSpec(EarlyExit(1), FixedLength(drafted)), lengths)
+    same_ids(moe, SelfSpec(EarlyExit(1), FixedLength(drafted)), len(lengths), new=24)
     assert set() < tokens_of(calls, "batched_mm") <= {*range(2 if has_kernel else EXPERTS // CHOSEN)}  # draft steps
     assert len(lengths) * (drafted + 1) in tokens_of(calls, verified_by)
     assert len(lengths) * max(lengths) in tokens_of(calls, "grouped_mm")  # the prefill
@@ -112,7 +106,7 @@ def test_graphs_gather_weights_for_few_tokens(moe: PreTrainedModel, calls: Calls
     """Other forwards have none, and the graphs of few tokens stay."""
     spec = SelfSpec(EarlyExit(1), FixedLength(10))
     for _ in range(2):
-        same_ids(moe, spec)
+        same_ids(moe, spec, new=24)
     known = graphs_of(moe)
     assert known.count
     assert not known.refused
@@ -124,7 +118,7 @@ def test_a_cpu_groups_always_and_the_choice_of_a_user_stays(
     moe: PreTrainedModel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = SelfSpec(EarlyExit(1), FixedLength(10))
-    same_ids(moe, spec)
+    same_ids(moe, spec, new=24)
     assert {name for name, _ in calls} == {"grouped_mm"}
     calls.clear()
     monkeypatch.setattr(experts, "GROUPED_ALWAYS", ())

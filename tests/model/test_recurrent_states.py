@@ -38,9 +38,7 @@ FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "mamba", "zamba", "lfm2")
 SPEC = SelfSpec(EarlyExit(2), FixedLength(3))
 
 
-@lru_cache(maxsize=2)
-def _model(name: str) -> PreTrainedModel:
-    return build(name)
+_model = lru_cache(maxsize=2)(build)
 
 
 def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -23,7 +23,6 @@ from helpers.blocks import (
     KV_HEADS,
     SIZE,
     THETA,
-    Seen,
     block_of,
     context_of,
     logits_by_hand,
@@ -32,6 +31,7 @@ from helpers.blocks import (
     turned,
 )
 from helpers.calls import unchanged
+from helpers.fitted import Recording
 from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
@@ -46,7 +46,7 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Predict, tokens: torch.Tensor) -> None:
     """All slots of all blocks of a call have these logits, whatever was accepted before: from none to all of a block,
     whose first tokens are then replaced by the right ones."""
-    plain, blocks = model.generate(**inputs, max_new_tokens=16), list[int]()
+    plain, blocks, shown = model.generate(**inputs, max_new_tokens=16), list[int](), Recording(ends=False)
 
     def check(text: Text, draft: Draft) -> None:
         for row, length in enumerate(draft.lengths):
@@ -54,19 +54,20 @@ def check_logits(model: PreTrainedModel, folder: Path, inputs: Any, predict: Pre
                 continue
             before = text.ids[row, int(inputs["attention_mask"][row].argmax()) : text.lengths[row]]
             expected = predict(before, draft.tokens[row, :length])
-            drafted_logits = torch.stack([step[row] for step in shown.__dict__["steps"][:length]])
+            drafted_logits = torch.stack([logits[row] for _, logits, _ in shown.calls[:length]])
             torch.testing.assert_close(drafted_logits[:, tokens], expected, atol=1e-5, rtol=1e-5)
             right = plain[row, text.lengths[row] :][: (7 * len(blocks) + row) % (length + 1)]
             draft.tokens[row, : len(right)] = right
             blocks.append(length)
+        shown.calls.clear()
 
     model(inputs["input_ids"], output_hidden_states=True)  # whose hooks transformers keeps
-    shown = watched(Seen(folder), check)
-    spec = SelfSpec(shown, FixedLength(8))
+    source = Block(folder)
+    spec = SelfSpec(watched(source, check), shown)
     with unchanged(model):
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, assistant=spec), plain)
     assert spec.stats is not None
-    assert max(blocks) == shown.module.num_tokens
+    assert max(blocks) == source.module.num_tokens
     assert 0.2 < spec.stats.acceptance_rate < 0.8
     assert 3 < spec.stats.draft_steps <= spec.stats.rounds  # one forward a block
 
