@@ -265,7 +265,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 # What a CPU does not have, or not of whole numbers.
 _OF_A_CPU: dict[str, Any] = {
     "histc": lambda values, *args: torch.histc(values.float(), *args).to(values.dtype),
-    "_scaled_dot_product_efficient_attention": lambda query, key, value, mask, *_, scale: (
+    "_scaled_dot_product_efficient_attention": lambda query, key, value, mask, *_, scale=None: (
         functional.scaled_dot_product_attention(query, key, value, mask, scale=scale), *[None] * 3
     ),
 }  # fmt: skip
@@ -456,7 +456,6 @@ def pretended() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _MODULE.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(torch.accelerator, "synchronize", _MODULE["synchronize"]))
         # Weights on a device have torch's own classes.
         stack.enter_context(patch.object(unseen, "_PLAIN_WEIGHTS", unseen._PLAIN_WEIGHTS | {Pretended}))
         stack.enter_context(patch.object(torch.backends.cuda, "can_use_efficient_attention", lambda _: True))
