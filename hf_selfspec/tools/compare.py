@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import random
 import re
@@ -236,12 +237,18 @@ def drawn(texts: Mapping[str, Sequence[TextOrChat]], count: int, seed: int) -> d
     return {kind: draw.sample(list(each), min(count, len(each))) for kind, each in texts.items()}
 
 
+# Instruction sets by which what pays differs, as Linux calls them.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
 def machine(device: torch.device) -> str:
     """Returns one line about the machine and the versions behind a figure."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {versions}"
-    info = Path("/proc/cpuinfo")
-    line = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    line, words = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE), set(info.split())
     name = line[1] if line else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} thread(s), {versions}"
+    uses = f"torch uses {torch.backends.cpu.get_cpu_capability()}"
+    sets = ", ".join([*filter(words.__contains__, _INSTRUCTIONS), uses])
+    return f"{name} ({sets}), {torch.get_num_threads()} thread(s) of {os.cpu_count()} core(s), {versions}"

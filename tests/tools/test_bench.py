@@ -98,7 +98,11 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     assert found.results["methods"][1]["acceptance_rate"] is not None
     folder = tmp_path / "out"
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(found.results))
-    assert str(found) in (folder / "report.md").read_text()
+    report = (folder / "report.md").read_text()
+    assert str(found) in report
+    machine = f"torch uses {torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} thread(s) of "
+    assert machine in report
+    assert machine in found.results["machine"]
     assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
