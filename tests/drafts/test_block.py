@@ -92,11 +92,9 @@ def test_drawn_tokens_have_the_models_distribution(
     check_exact(sample(spec, family(), rows=1000), exact_joint(family(), []))
 
 
-@pytest.mark.parametrize("kind", ["mtp", "block"])
-def test_a_head_that_has_just_taken_in_what_has_waited_drafts_as_ever(kind: str, machine: Machine) -> None:
-    model = tiny_llama(factor=0.5)
-    source = MTP(mtp_of(model)) if kind == "mtp" else Block(block_of(model, **CONFIGS["dspark"]))
-    drafted: list[list[Any]] = []
+def test_a_head_that_has_just_taken_in_what_has_waited_drafts_as_ever(machine: Machine) -> None:
+    model, drafted = tiny_llama(factor=0.5), list[list[Any]]()
+    source = Block(block_of(model, **CONFIGS["dspark"]))
     for most in (512, 0, 8):
         machine.states_wait(most)
         drafts: list[Draft] = []

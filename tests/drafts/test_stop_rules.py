@@ -88,11 +88,8 @@ def test_adaptive_threshold_by_hand() -> None:
     for _ in range(600):
         rule.update([4, 4], [4, 0])
     assert rule.thresholds == (0.0, 1.0)
-
-
-def test_adaptive_threshold_goes_on_where_the_last_call_ended() -> None:
-    memory = Memory()
-    rule = running(AdaptiveThreshold(ConfidenceThreshold(0.5)), 2, memory)
+    # The next call goes on with the mean of the rows.
+    rule = running(AdaptiveThreshold(ConfidenceThreshold(0.5)), 2, memory := Memory())
     rule.update([4, 4], [0, 0])
     rule.update([4, 0], [0, 0])
     assert running(AdaptiveThreshold(), 3, memory).thresholds == pytest.approx((0.5015,) * 3)

@@ -1,7 +1,5 @@
 """The search from one trial to the next, without a model, and which blocks may be skipped."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -86,18 +84,10 @@ def test_bayesian_steps_find_a_known_set(blocks: SkipSpace, monkeypatch: pytest.
     assert asked == [*range(4, 61, 2)] * 3  # at the second step no set of this size was tried
 
 
-def test_a_search_comes_back_from_json() -> None:
-    settings = OnTheFlySearch(max_steps=9)
-    search, again = (SkipSearch(settings, space(), 0.5, plan) for plan in (BEST, skipping(3)))
-    for _ in range(4):
-        plan = search.propose()
-        assert plan is not None
-        search.register(plan, 0.1 * (search.steps % 3))
-    again.restore(json.loads(json.dumps(search.state())))
-    assert again.state() == search.state()
-    assert (again.steps, again.best) == (4, search.best)
+def test_what_a_search_of_another_depth_has_found_is_refused() -> None:
+    other = SkipSearch(OnTheFlySearch(), space(9), 0.5, LayerPlan(9))
     with pytest.raises(ValueError, match="another depth"):
-        again.restore(SkipSearch(settings, space(9), 0.5, LayerPlan(9)).state())
+        SkipSearch(OnTheFlySearch(), space(), 0.5, BEST).restore(other.state())
 
 
 def draft_much(search: SkipSearch, share: float) -> None:
