@@ -102,7 +102,7 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     assert str(found) in report
     machine = f"torch uses {torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} thread(s) of "
     assert machine in report
-    assert machine in found.results["machine"]
+    assert machine in found.results["about"]["machine"]
     assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
