@@ -55,21 +55,12 @@ def with_left_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def is_greedy(model: Any, options: dict[str, Any]) -> bool:
-    config = options.get("generation_config") or model.generation_config
-    return not options.get("do_sample", config.do_sample) and options.get("num_beams", config.num_beams) in (None, 1)
-
-
 def differ(model: Any, ours: Any, plain: Any) -> bool:
     """Whether ids are others, or in float32 scores, which show more than the highest of them does."""
     ids = (output if isinstance(output, torch.Tensor) else output.sequences for output in (ours, plain))
     scores = (getattr(output, "scores", None) or () for output in (ours, plain))
     pairs = zip(*scores, strict=True) if model.dtype is torch.float32 else ()
     return not torch.equal(*ids) or not all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in pairs)
-
-
-def copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +74,14 @@ def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
             GenerationMixin.generate = wrapper
 
     def generate(self: Any, *args: Any, **options: Any) -> Any:
-        plain = {name: copied(value) for name, value in options.items() if name != "streamer"}
+        plain = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for name, value in options.items()
+            if name != "streamer"
+        }
+        config = options.get("generation_config") or self.generation_config
+        beams = options.get("num_beams", config.num_beams) or 1
+        is_greedy = beams == 1 and not options.get("do_sample", config.do_sample)
         spec = SelfSpec(Cascade([Lookup(), EarlyExit(1)]), FixedLength(3))
         with hf_selfspec.attach(self, spec):
             output = original(self, *args, **options)
@@ -91,7 +89,7 @@ def under_selfspec(original: Callable[..., Any]) -> Callable[..., Any]:
             counts[f"left to plain: {spec.stats and spec.stats.left_to_generate}"] += 1
             return output
         counts.update(served=1, drafted=spec.stats.drafted, accepted=spec.stats.accepted)
-        if is_greedy(self, options) and not any(options.get(name) is not None for name in CACHES):
+        if is_greedy and not any(options.get(name) is not None for name in CACHES):
             counts["compared"] += 1
             if differ(self, output, original(self, *args, **plain, assistant=False)):
                 pytest.fail("ids are not plain generate's")
