@@ -13,13 +13,7 @@ import pytest
 
 import hf_selfspec
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import (
-    FixedLength,
-    GenerationStats,
-    SelfSpec,
-    TopKTree,
-    errors,
-)
+from hf_selfspec import FixedLength, GenerationStats, SelfSpec, TopKTree, errors
 from hf_selfspec.drafts import EarlyExit
 from hf_selfspec.model import internals
 

@@ -2,14 +2,7 @@
 
 import pytest
 
-from hf_selfspec import (
-    AdaptiveThreshold,
-    ConfidenceThreshold,
-    EarlyExit,
-    FixedLength,
-    ProductThreshold,
-    SelfSpec,
-)
+from hf_selfspec import AdaptiveThreshold, ConfidenceThreshold, EarlyExit, FixedLength, ProductThreshold, SelfSpec
 from hf_selfspec.drafts import Cascade, Lookup, SkipLayers
 from hf_selfspec.search.skip_search import OnTheFlySearch
 

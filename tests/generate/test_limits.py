@@ -11,13 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from helpers.architectures import build
 from helpers.calls import check_lossless, new_spec
 from helpers.models import ROW, ragged_batch, tiny_llama
-from hf_selfspec import (
-    EarlyExit,
-    FixedLength,
-    SelfSpec,
-    TopKTree,
-    UnsupportedOptionError,
-)
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, TopKTree, UnsupportedOptionError
 
 SPEC = new_spec()
 

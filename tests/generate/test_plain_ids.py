@@ -28,15 +28,7 @@ from helpers.fitted import adapter_of, heads_of, mtp_of, probe_of
 from helpers.models import BATCH, ROW, VOCABULARY, character_tokenizer, tiny_gpt2, tiny_llama
 from helpers.sources import Alternating, Recalled
 from hf_selfspec import OnTheFlySearch, Quantized, ReducedHead, SelfSpec, TopKTree
-from hf_selfspec.drafts import (
-    MTP,
-    Cascade,
-    DynamicExit,
-    EarlyExit,
-    EarlyExitAdapter,
-    Lookup,
-    SkipLayers,
-)
+from hf_selfspec.drafts import MTP, Cascade, DynamicExit, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers
 from hf_selfspec.drafts.stop import ConfidenceThreshold, FixedLength
 
 # Free drafts are worth their verification, as on a device that memory bounds.

@@ -37,6 +37,7 @@ from hf_selfspec import (
     SkipLayers,
     UnsupportedModelError,
     UnsupportedOptionError,
+    attach,
 )
 
 pytestmark = peft_calls_old_name
@@ -229,7 +230,11 @@ def test_custom_generate_refuses_too(llama: LlamaForCausalLM, installed: bool) -
 
 @pytest.mark.parametrize(("inputs", "bad"), [(ROW, torch.nan), (BATCH, torch.inf)], ids=["one row", "batch"])
 def test_bad_logits(fresh_llama: LlamaForCausalLM, inputs: dict[str, torch.Tensor], bad: float) -> None:
+    """They are no error where a ``SelfSpec`` is attached, so that nobody asked for one."""
     fresh_llama.lm_head.weight.data[5] = bad
+    plain = fresh_llama.generate(**inputs, max_new_tokens=8)
+    with attach(fresh_llama, SelfSpec(EarlyExit(3), FixedLength(2))):
+        assert torch.equal(fresh_llama.generate(**inputs, max_new_tokens=8), plain)
     with pytest.raises(NumericalError, match=r"LlamaForCausalLM returned NaN or infinite logits\. Check the weights"):
         fresh_llama.generate(**inputs, max_new_tokens=8, assistant=SelfSpec())
     options = {"max_new_tokens": 8, "remove_invalid_values": True}

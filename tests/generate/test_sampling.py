@@ -10,16 +10,7 @@ import torch
 from transformers.generation import CandidateGenerator, TopKLogitsWarper, TopPLogitsWarper
 
 from helpers.captured import Traced
-from helpers.sampling import (
-    OPTIONS,
-    SAMPLES,
-    SPECS,
-    VOCABULARY,
-    check_exact,
-    exact_joint,
-    llama,
-    sample,
-)
+from helpers.sampling import OPTIONS, SAMPLES, SPECS, VOCABULARY, check_exact, exact_joint, llama, sample
 from hf_selfspec import Cascade, EarlyExit, FixedLength, Lookup, SelfSpec, TopKTree
 from hf_selfspec.batch import Draft
 from hf_selfspec.drafts.controller import Controller

@@ -9,11 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import (
-    GenerationMixin,
-    LogitsProcessor,
-    StoppingCriteria,
-)
+from transformers import GenerationMixin, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
