@@ -135,18 +135,14 @@ def test_wrappers_of_others_above_and_below(llama: LlamaForCausalLM, with_trace:
     GenerationMixin.generate = plain
 
 
-@pytest.fixture(scope="module")
-def lora() -> peft.PeftModel:
-    """LoRA on attention and MLP with weights that change the output."""
+@pytest.mark.every_run("exit")
+def test_lora(spec: SelfSpec, llama: LlamaForCausalLM) -> None:
+    """On attention and MLP, with weights that change the output."""
     model = tiny_llama(factor=0.5)
     torch.manual_seed(4)
     settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "init_lora_weights": False}
     config = peft.LoraConfig(**settings, target_modules=["q_proj", "v_proj", "down_proj"])
-    return peft.get_peft_model(model, config).eval()
-
-
-@pytest.mark.every_run("exit")
-def test_lora(lora: peft.PeftModel, spec: SelfSpec, llama: LlamaForCausalLM) -> None:
+    lora = peft.get_peft_model(model, config).eval()
     assert_serves(lora, spec)
     with_adapter = lora.generate(**ROW, max_new_tokens=8, assistant=spec)
     without = llama.generate(**ROW, max_new_tokens=8)
@@ -186,7 +182,6 @@ class Scaling(ModelHook):
 
 
 HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
-    "output": lambda module: module.register_forward_hook(scaled),
     "input": lambda module: module.register_forward_pre_hook(lambda module, args: scaled(module, (), *args)),
     "accelerate": lambda module: add_hook_to_module(module, SequentialHook(AlignDevicesHook(), Scaling())),
     "global": lambda module: torch.nn.modules.module.register_module_forward_hook(

@@ -174,13 +174,8 @@ def hooked(hook: Callable[..., Any]) -> LlamaForCausalLM:
     return model
 
 
-def steered(wanted: Callable[[int], bool], columns: Any = slice(None)) -> Callable[[], LlamaForCausalLM]:
-    def hook(module: Any, args: Any, output: Any) -> Any:
-        output = output.clone()
-        output[:, columns] += 3 * _DIRECTION * wanted(output.shape[1])
-        return output
-
-    return lambda: hooked(hook)
+def steered(wanted: Callable[[int], bool]) -> Callable[[], LlamaForCausalLM]:
+    return lambda: hooked(lambda module, args, output: output + 3 * _DIRECTION * wanted(output.shape[1]))
 
 
 def pruned() -> LlamaForCausalLM:
@@ -251,7 +246,6 @@ ATTACHED: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
     "a forward of its own": (lambda: with_another_method(LLAMA(), *MLP), nullcontext, "forward"),
     "a method of a module": (lambda: with_another_method(FALCON(), *HEADS), nullcontext, "the _split_heads"),
     "hook on generated tokens": (steered(lambda count: count == 1), nullcontext, "hook"),
-    "hook on last tokens": (steered(lambda count: True, -1), nullcontext, "hook"),
     "hook on all tokens": (steered(lambda count: True), nullcontext, ""),
     "hook that records": (lambda: hooked(Records()), nullcontext, "keeps something"),
     "hook that prunes": (pruned, nullcontext, "hook"),

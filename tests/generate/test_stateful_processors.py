@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_selfspec
-from helpers.calls import Counting
+from helpers.calls import Counting, Recorder
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.sampling import SPECS as SAMPLED
@@ -147,32 +148,30 @@ def steered(layer: Any, args: Any, states: torch.Tensor) -> torch.Tensor:
     return torch.cat([states[:, :-1], states[:, -1:].flip(-1)], dim=1)
 
 
-def scaling_of(model: Any) -> dict[str, float]:
-    scaling: dict[str, float] = model.get_base_model().model.layers[1].self_attn.q_proj.scaling
-    return scaling
+def is_third(ids: torch.Tensor) -> bool:
+    return int(ids.flatten()[-1]) % 3 == 0
 
 
+SCALED = "base_model.model.model.layers.1.self_attn.q_proj"
 CHANGES: dict[str, Change] = {
     "writes a token": lambda model, ids: writes(ids, -1),
     "writes earlier tokens": lambda model, ids: writes(ids, -3),
     "hooks": hooks,
-    "adapter": lambda model, ids: model.set_adapter("other" if ids.flatten()[-1] % 3 == 0 else "default"),
-    "scale": lambda model, ids: scaling_of(model).update(default=8.0 if ids.flatten()[-1] % 3 == 0 else 2.0),
+    "adapter": lambda model, ids: model.set_adapter("other" if is_third(ids) else "default"),
+    "scale": lambda model, ids: model.get_submodule(SCALED).scaling.update(default=8.0 if is_third(ids) else 2.0),
 }
 
 
-class Between:
+class Between(Recorder):
     """A processor, criterion or streamer that changes something, and keeps what it is called with."""
 
-    def __init__(self, model: Any, change: Change) -> None:
-        self.model, self.change, self.seen = model, change, list[Any]()
+    def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
 
     def put(self, value: torch.Tensor) -> None:
-        self.seen.append(value.tolist())
-        self.change(self.model, value)
-
-    def end(self) -> None:
-        self.seen.append("end")
+        super().put(value)
+        self.change(value)
 
 
 WHERE: dict[str, Callable[[Between], Any]] = {
@@ -197,11 +196,11 @@ def test_what_changes_between_two_tokens(where: str, change: str) -> None:
             torch.manual_seed(0)
             model = peft.get_peft_model(tiny_llama(4, factor=0.5), config).eval()
             model.add_adapter("other", config)
-            watching = Between(model, CHANGES[change])
+            watching = Between(partial(CHANGES[change], model))
             options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [83, 75]}
             copies = {name: each.clone() for name, each in inputs.items()}
             ids = model.generate(**copies, **options, **{where: WHERE[where](watching)}, assistant=assistant)
-            found.append((ids.tolist(), watching.seen))
+            found.append((ids.tolist(), watching.calls))
         assert found[0] == found[1]
         assert assistant.stats.accepted > 0
 
