@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -19,17 +17,11 @@ from ..errors import SettingError, brief
 from ..learned.files import is_name, path_of, read_text
 from ..model.encoding import Prompt, is_chat
 
-_CONFIG = "config.json"
 _GIVE_MODEL = "Give the folder of a causal LM of transformers, or its name on the Hub."
 _LINES, _WHOLE = (".jsonl", ".json"), ".txt"
 # Columns in which a prompt is looked for; the first one that exists counts.
 COLUMNS = ("messages", "prompt", "text", "question", "instruction")
 _EXAMPLE = 'e.g. {"text": "..."}.'
-# Errors that mean that the Hub did not answer. The Hub's errors derive from those of its HTTP library, which differs
-# between versions.
-_NO_ANSWER: tuple[Any, ...] = (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
-# Seconds within which the Hub has to answer. Downloads retry for half a minute before they give up.
-_PATIENCE = 10.0
 
 
 class Row(NamedTuple):
@@ -127,29 +119,11 @@ class NamedModel:
         self, name: str, device: torch.device | str | None = None, revision: str | None = None, **weights: str | None
     ) -> None:
         """``weights`` are arguments of ``from_pretrained`` for the model, which then moves to ``device``, if any."""
-        self.name, self._device, self._revision = name, device, revision
+        self.name, self._device = name, device
         self._weights = {option: value for option, value in weights.items() if value is not None}
-
-    @cached_property
-    def _source(self) -> dict[str, Any]:
-        """The arguments of ``from_pretrained`` that say where it is."""
-        of: dict[str, Any] = {} if self._revision is None else {"revision": self._revision}
-        source: dict[str, Any] = {"trust_remote_code": False, **of}  # code from its repository is not run
-        if os.path.isdir(self.name):
-            return source
-        why = "this is not a valid name"
-        if is_name(self.name):
-            try:
-                if not constants.HF_HUB_OFFLINE:
-                    HfApi().model_info(self.name, timeout=_PATIENCE, **of)
-                return source
-            except _NO_ANSWER as error:
-                why = brief(error)
-            if isinstance(try_to_load_from_cache(self.name, _CONFIG, **of), str):
-                return source | {"local_files_only": True}
-        raise SettingError(
-            f"--model {self.name}: there is no such folder, and the Hub has no such model ({why}). {_GIVE_MODEL}"
-        )
+        self._source = {"trust_remote_code": False, "revision": revision or "main"}  # code from there is not run
+        if not (os.path.isdir(name) or is_name(name)):
+            raise SettingError(f"--model {name}: there is no such folder. {_GIVE_MODEL}")
 
     @cached_property
     def config(self) -> Any:
@@ -164,9 +138,8 @@ class NamedModel:
         return model if self._device is None else nn.Module.to(model, self._device)
 
     def _load(self, what: str, load: Callable[..., Any], **options: Any) -> Any:
-        source = self._source
         try:
-            return load(self.name, **source, **options)
+            return load(self.name, **self._source, **options)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # errors for damaged files come from many libraries and share no other base class
