@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 # Numbers of drafted tokens of a row for which the time of a round is kept; other numbers cost as much as the next
 # larger one. The cost of a verification is a staircase: kernels for 1, 2, 3, 4, 8, 16 and 32 tokens differ.
 SIZES = (0, 1, 2, 3, 7, 15, 31)
-# First guesses of the time of a forward by its number of tokens of all rows, in units of a forward over one; further
-# tokens add as much as the last ones. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward
-# is bound by reading its weights from memory, until there are many tokens.
-_TOKENS = (1, 2, 3, 4, 8, 16, 32, 64)
-_ON_CPU = (1.0, 1.3, 1.5, 1.65, 2.0, 2.2, 3.2, 6.4)
-_ELSEWHERE = (1.0, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15, 1.3)
+# What each doubling of the tokens of a forward, and each token, add to it where neither was measured, in units of a
+# forward over one. On a CPU: SmolLM2-135M, float32, one thread of an AMD EPYC; elsewhere a forward is bound by reading
+# its weights from memory, until there are many tokens.
+_ON_CPU, _ELSEWHERE = (0.25, 1 / 32), (0.02, 0.003)
 # How many times are kept for each size, and rounds between two looks at them. Disturbances only make a time longer, so
 # the lower quartile counts; the first guess enters like one more measured time.
 _KEPT, _REFRESHED = 9, 8
@@ -45,9 +43,10 @@ class CostCurve:
     ) -> None:
         """``priced`` is called before the first draft, and returns how many seconds longer a forward takes over so many
         tokens than over one, if that is known."""
-        forwards = _ON_CPU if on_cpu else _ELSEWHERE
+        doubled, each = _ON_CPU if on_cpu else _ELSEWHERE
         self._rows, self._priced = rows, priced
-        self._forwards = [_guessed(forwards, rows * (size + 1)) for size in SIZES]
+        counts = [rows * (size + 1) for size in SIZES]
+        self._forwards = [1.0 + doubled * math.log2(count) + each * (count - 1) for count in counts]
         self._is_frozen = is_frozen
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
@@ -137,11 +136,3 @@ class CostCurve:
 
 def _lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
-
-
-def _guessed(forwards: Sequence[float], tokens: int) -> float:
-    """The time of a forward over ``tokens`` tokens, in units of a forward over one."""
-    if tokens <= _TOKENS[-1]:
-        return forwards[bisect_left(_TOKENS, tokens)]
-    slope = (forwards[-1] - forwards[-2]) / (_TOKENS[-1] - _TOKENS[-2])
-    return forwards[-1] + slope * (tokens - _TOKENS[-1])
