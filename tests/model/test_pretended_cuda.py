@@ -84,7 +84,7 @@ def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
     assert found["same"], case
     assert not found["warnings"], (case, found)
     assert not found["blocking"], (case, found)
-    steps = found["steps"] if case[0] in ("swift", "layerskip") else 0  # each of which their rules look at
+    steps = found["steps"] if case[0] == "swift" else 0  # each of which its rule looks at
     assert found["waits"] <= 1.05 + steps + 2 / found["rounds"], (case, found)  # what a call reads once
     if case[1].split()[1] not in RECURRENT:
         assert found["replays"] > 0.5, (case, found)
