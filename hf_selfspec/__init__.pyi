@@ -53,7 +53,6 @@ from .stats import GenerationStats as GenerationStats
 from .tools.audits import Audit as Audit
 from .tools.audits import Difference as Difference
 from .tools.audits import audit as audit
-from .tools.audits import first_differences as first_differences
 from .tools.compare import compare as compare
 from .tools.comparison import Comparison as Comparison
 from .tools.exit_report import ExitReport as ExitReport

@@ -57,7 +57,7 @@ def near_ties_of(name: str, device: torch.device, tokens: int, calls: int = 2) -
 
 
 def differences_of(model: PreTrainedModel, prompt: Any, plain: Any, ours: torch.Tensor) -> list[Difference]:
-    """As :func:`hf_selfspec.first_differences`, with the scores of plain ``generate``, which has seen images too."""
+    """Where texts diverge, by the scores of plain ``generate``, which has seen images too."""
     differences = []
     for row in (plain.sequences != ours).any(1).nonzero().flatten().tolist():
         expected, ids = plain.sequences[row], ours[row]

@@ -39,9 +39,8 @@ class MtpFormat:
         embedding_norm, state_norm, projection, norm: what is in front of ``.weight`` in the names of a layer's norms of
             embedding and state, the projection of both, and the norm before the model's output head.
         block: the beginning of the names in the decoder layer, which go on as in the model's own layers.
-        kind, mlp: its attention and MLP, as in ``config.layer_types`` and ``config.mlp_layer_types``, where the config
-            has no ``mtp_layer_types`` and ``mtp_mlp_layer_types``; by default the MLP of the model's own last layer
-            with this attention.
+        mlp: its MLP, as in ``config.mlp_layer_types``, where the config has no ``mtp_mlp_layer_types``; by default that
+            of the model's own last layer with full attention.
         state_first: whether the projection takes the state before the embedding.
     """
 
@@ -50,7 +49,6 @@ class MtpFormat:
     projection: str = "model.layers.{l}.eh_proj"
     norm: str = "model.layers.{l}.shared_head.norm"
     block: str = "model.layers.{l}."
-    kind: str = "full_attention"
     mlp: str | None = None
     state_first: bool = False
 
@@ -60,7 +58,7 @@ class MtpFormat:
 
     def settings(self, config: PreTrainedConfig, number: int, num_layers: int) -> dict[str, Any]:
         """The config of a model that has only this layer."""
-        of_layer = config_of_layer(config, last_layer_with(config, num_layers, self.kind))
+        of_layer = config_of_layer(config, last_layer_with(config, num_layers))
         if self.mlp is not None:
             of_layer["mlp_layer_types"] = [self.mlp]
         of_mtp = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}

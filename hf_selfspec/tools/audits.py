@@ -1,7 +1,7 @@
 """Where greedy texts of one model diverge, and whether rounding explains it; audits of a ``SelfSpec``."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingTypeError
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.attention.invariance import differing_part
 from ..model.encoding import Prompt, checked_texts, encoded
@@ -202,55 +202,14 @@ def differences_of(
     with_scores = {"assistant": False, "return_dict_in_generate": True, "output_scores": True}
     plain: Any = model.generate(**inputs, **options, **with_scores)
     width, differences = inputs["input_ids"].shape[1], list[Difference]()
-    for row, column, expected, token in _divergences(new_tokens(model, plain.sequences, width), ours):
-        text = _text(plain.sequences, inputs["attention_mask"], row, width + column)
-        scores = plain.scores[min(column, len(plain.scores) - 1)][row]
-        differences.append(difference_at(row, column, expected, token, model, text, scores))
-    return differences
-
-
-def first_differences(
-    model: PreTrainedModel, expected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> list[Difference]:
-    """Compares two greedy texts row by row and looks at the full model's logits where they diverge.
-
-    In bfloat16 and float16 a forward over one token and one over several round differently, so texts may diverge where
-    the highest logits, of two tokens or more, are almost equal, and only there.
-
-    Args:
-        model: the model that generated both, without logits processors.
-        expected: ``[b, s]`` ids of plain ``generate``, prompt included.
-        tokens: ``[b, s']`` ids to compare.
-        attention_mask: ``[b, p]`` of the prompts where they are padded on the left.
-
-    Returns:
-        One :class:`Difference` for each row that differs; empty if none does.
-
-    Raises:
-        SettingError: the batch sizes differ.
-    """
-    if len(expected) != len(tokens):
-        raise SettingError(
-            f"first_differences compares row by row, got {len(expected)} and {len(tokens)} rows. Pass the results of "
-            "two calls with the same prompts."
-        )
-    return [
-        difference_at(row, column, plain, ours, model, _text(expected, attention_mask, row, column))
-        for row, column, plain, ours in _divergences(expected.tolist(), tokens.tolist())
-    ]
-
-
-def _divergences(expected: list[list[int]], tokens: list[list[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """The rows that differ: number, first column that does, and both tokens there."""
-    for row, texts in enumerate(zip(expected, tokens, strict=True)):
+    for row, texts in enumerate(zip(new_tokens(model, plain.sequences, width), ours, strict=True)):
         pairs = enumerate(zip_longest(*texts, fillvalue=_ENDED))
-        yield from [(row, column, plain, ours) for column, (plain, ours) in pairs if plain != ours][:1]
-
-
-def _text(sequences: torch.Tensor, attention_mask: torch.Tensor | None, row: int, end: int) -> torch.Tensor:
-    """A row's tokens ``[1, s]`` up to a column, without the padding on their left."""
-    start = 0 if attention_mask is None else int(attention_mask[row].argmax())
-    return sequences[row : row + 1, start:end]
+        for column, pair in [(column, pair) for column, pair in pairs if pair[0] != pair[1]][:1]:
+            start = int(inputs["attention_mask"][row].argmax())  # without the padding on the left
+            text = plain.sequences[row : row + 1, start : width + column]
+            scores = plain.scores[min(column, len(plain.scores) - 1)][row]
+            differences.append(difference_at(row, column, *pair, model, text, scores))
+    return differences
 
 
 @torch.no_grad()
@@ -261,16 +220,14 @@ def difference_at(
     token: int,
     model: PreTrainedModel,
     text: torch.Tensor,
-    scores: torch.Tensor | None = None,
+    scores: torch.Tensor,
 ) -> Difference:
-    """The difference between two tokens that a model chose after ``text`` ``[1, s]``, from ``scores`` ``[v]`` or from
-    its logits."""
+    """The difference between two tokens that a model chose after ``text`` ``[1, s]``, by their ``scores`` ``[v]``."""
     stepwise, together = _last_logits(model, text, _STEPS), _last_logits(model, text, 0)
     likeliest = stepwise.topk(min(_LIKELIEST, len(stepwise))).indices
     # What all logits have in common chooses no other token.
     noise = float((together.float() - stepwise.float())[likeliest].std(correction=0))
     step = torch.finfo(stepwise.dtype).eps * 2.0 ** (math.frexp(float(stepwise.max()))[1] - 1)
-    scores = (stepwise if scores is None else scores).float()
     lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
     return Difference(row, column, expected, token, float(scores.max()) - lower, max(_NOISES * noise, step))
 

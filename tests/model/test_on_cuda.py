@@ -16,12 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.captured import attention_with_sums
 from helpers.models import ragged_batch, tiny_llama
-from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree, first_differences
+from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.model.attention.split import attention_in_parts, masks_of_parts, parts_for, takes_lines
 from hf_selfspec.model.graphs.model_graphs import graphs_of
 from hf_selfspec.model.transfer import read, upload
+from hf_selfspec.tools.audits import differences_of, new_tokens
 
 DEVICE = "cuda"
 pytestmark = [
@@ -128,10 +129,11 @@ def test_ids_of_captured_forwards_are_plain_but_for_near_ties(
         drawing = other.submit(draw)
         try:
             batch = {key: value.to(DEVICE) for key, value in ragged_batch(lengths, seed=5).items()}
-            plain = model.generate(**batch, max_new_tokens=60, do_sample=False)
+            options = {"max_new_tokens": 60, "do_sample": False}
             for static in ({}, {}, {"cache_implementation": "static"}):
-                ours = model.generate(**batch, **static, max_new_tokens=60, do_sample=False, assistant=SPECS[name])
-                for difference in first_differences(model, plain, ours, batch["attention_mask"]):
+                ids = model.generate(**batch, **static, **options, assistant=SPECS[name])
+                ours = new_tokens(model, ids, batch["input_ids"].shape[1])
+                for difference in differences_of(model, batch, options, ours):
                     assert difference.is_near_tie, difference
         finally:
             stopped.set()

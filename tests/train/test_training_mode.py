@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from helpers.architectures import build
 from helpers.machine import Machine
 from helpers.models import BATCH, ragged_batch, tiny_llama
-from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree, first_differences
+from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, SkipLayers, TopKTree
+from hf_selfspec.tools.audits import differences_of, new_tokens
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`(is_)?gradient_checkpointing:FutureWarning",  # older versions of transformers and PEFT go by these names
@@ -129,7 +130,7 @@ def test_parts_run_in_the_mixed_precision_of_the_whole(
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
     if draft == "captured":
         machine.graphs_are_taken()
-    expected = model.generate(**inputs, **OPTIONS)
     ids = model.generate(**inputs, **OPTIONS, assistant=SPECS.get(draft, SelfSpec(EarlyExit(2), FixedLength(3))))
-    for difference in first_differences(model, expected, ids, inputs["attention_mask"]):
+    ours = new_tokens(model, ids, inputs["input_ids"].shape[1])
+    for difference in differences_of(model, inputs, OPTIONS, ours):
         assert difference.margin < 8 * torch.finfo(torch.bfloat16).eps
