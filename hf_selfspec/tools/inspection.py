@@ -81,7 +81,10 @@ class Inspection:
             ("captured on a GPU", f"no: {self.no_graphs}" if self.no_graphs else "forwards over a few tokens"),
             ("recurrent states", "rolled back when a draft is rejected" if self.is_recurrent else "none"),
             ("exit_report, training", "possible" if self.exits else "not possible: exits cannot share the head"),
-            ("drafts in four bits", "possible in bfloat16" if self.packed else f"no: {_NOT_PACKED}"),
+            (
+                "drafts in four bits",
+                "possible in bfloat16, on CPUs with AVX-512" if self.packed else f"no: {_NOT_PACKED}",
+            ),
             ("positions", self._positions()),
         ]
         return [(name, ability) for name, ability in lines if ability]

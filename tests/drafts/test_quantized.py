@@ -28,6 +28,12 @@ from hf_selfspec.model.kernels.packing import GROUP_SIZE, PackedLinear, one_a_by
 in_float32 = pytest.mark.machine("packed_float32_is_fast")
 
 
+@pytest.fixture(autouse=True)
+def has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has the kernels without it, too, where they do not pay."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     """The layers that are rounded while a test runs, each as often as it is."""
@@ -180,7 +186,7 @@ def test_memory_of_rounding_does_not_follow_the_layer() -> None:
 
 
 @pytest.mark.usefixtures("no_warnings_yet")
-def test_what_is_refused_before_anything_is_packed(packs: list[Any]) -> None:
+def test_what_is_refused_before_anything_is_packed(packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cascade it is left out, which is said once."""
     quantised, gptq, offloaded, other = (tiny_llama().to(torch.bfloat16) for _ in range(4))
     quantization = pytest.importorskip(
@@ -204,6 +210,11 @@ def test_what_is_refused_before_anything_is_packed(packs: list[Any]) -> None:
     with pytest.warns(UserWarning, match="is left out of .* faster than its layers in torch.float32"):
         tiny_llama().generate(**ROW, max_new_tokens=8, assistant=SelfSpec.quantized())
     tiny_llama().generate(**ROW, max_new_tokens=8, assistant=SelfSpec.quantized())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(
+        UnsupportedModelError, match=r"in torch.bfloat16 on this cpu. .* on a CPU with AVX-512 or a GPU"
+    ):
+        tiny_llama().bfloat16().generate(**ROW, max_new_tokens=4, assistant=spec_of())
     assert not packs
 
 

@@ -71,6 +71,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Returns what multiplies with packed weights on a device, ``None`` where nothing is faster than the layer."""
     if dtype is not torch.bfloat16 or (device.type == "cuda" and torch.version.hip is not None):
         return None  # which AMD GPUs torch's kernel runs on is not told by their capability
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return None  # the model takes nearly as long to verify bfloat16 tokens together as one after the other
     is_served = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     return _KERNELS.get(device.type) if is_served else None
 
@@ -113,7 +115,8 @@ def why_not(anatomy: Anatomy, fits: Callable[[nn.Module], bool] = fits) -> str:
     if kernel_for(weight.device, weight.dtype) is None:
         return (
             f"torch has no kernel for four bits that is faster than its layers in {weight.dtype} on this "
-            f"{weight.device.type}. Load it in bfloat16, on a CPU or a GPU of compute capability 8.0 or more."
+            f"{weight.device.type}. Load it in bfloat16, on a CPU with AVX-512 or a GPU of compute capability 8.0 or "
+            "more."
         )
     return (
         f"most of its weights, as one of {list(weight.shape)}, are not in linear layers (experts?) or not of widths "
