@@ -83,9 +83,14 @@ class Call:
     def has_own_cache(self) -> bool:
         return is_of_user(self.past)
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the cache is handed back, with the rows that have ended."""
+        return bool(self.generation_config.return_dict_in_generate) or self.has_own_cache
+
     @cached_property
     def stopper(self) -> Stopper:
-        return Stopper(self.stopping_criteria)
+        return Stopper(self.stopping_criteria, pad_token(self.generation_config) or 0, self.keeps_rows)
 
     @property
     def max_new(self) -> int | None:
@@ -212,7 +217,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         vocabulary=session.vocabulary,
         checks_logits=not call.default_of,
         waits_for=others_are_unfinished(call.input_ids.device) if call.synced_gpus else None,
-        keeps_rows=bool(config.return_dict_in_generate) or call.has_own_cache,
+        keeps_rows=call.keeps_rows,
     )
 
 

@@ -1,5 +1,6 @@
 """What a call has generated so far, where rows end, what a streamer has shown, and what is returned."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +25,38 @@ from ..stats import GenerationStats
 
 # Criteria that need not be called for each token: by the token, the length, the time, or the last tokens of any row.
 _FEW_CALLS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
+# lm-eval's criterion, by the places that its class has had.
+_OF_ALL_ROWS = {f"lm_eval.models.{module}.MultiTokenEOSCriteria" for module in ("utils", "utils_hf", "huggingface")}
 # An id of no token, which is part of no stop string.
 _NO_TOKEN = 1 << 31
+
+
+class SharedStop:
+    """lm-eval's criterion, which ends all rows at once, when each of them has had a text among its last tokens."""
+
+    def __init__(self, criterion: Any, pad_token: int) -> None:
+        self._criterion, self._pad_token = criterion, pad_token
+        # With which rows had the text first; the criterion remembers those of earlier calls.
+        self.lengths: list[float] = [0 if is_done else math.inf for is_done in criterion.done_tracker]
+
+    def see(self, row: int, ids: torch.Tensor, has_ended: bool) -> None:
+        """Sees the first tokens ``[s]`` of a row, behind which there is padding where it has ended."""
+        criterion, most = self._criterion, self._criterion.sequence_id_len
+        tokens = ids[criterion.initial_decoder_input_length :].tolist()
+        for pads in range(most + 1 if has_ended else 1):
+            last = [*tokens, *[self._pad_token] * pads][-most:]
+            if math.isinf(self.lengths[row]) and criterion.sequence in criterion.tokenizer.decode(last):
+                self.lengths[row] = len(ids) + pads
+
+    def finish(self, width: int) -> None:
+        """Leaves the criterion as plain ``generate`` leaves it, whose last text had that width."""
+        self._criterion.done_tracker[:] = [length <= width for length in self.lengths]
 
 
 class Stopper:
     """Tells where rows end. A class that derives from one of transformers' criteria may end them elsewhere."""
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, pad_token: int = 0, keeps_rows: bool = False) -> None:
         self.max_length: int | None = min(
             (criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria), default=None
         )
@@ -43,12 +68,17 @@ class Stopper:
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.has_others = any(type(c) not in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
-        self.stateful = stateful(criteria)  # names; with any, all are called only as by plain `generate`
+        names = {c: f"{type(c).__module__}.{type(c).__qualname__}" for c in criteria}
+        # A cache is not taken back to where all rows end.
+        shared = [] if keeps_rows else [c for c in criteria if names[c] in _OF_ALL_ROWS]
+        self._shared = [SharedStop(c, pad_token) for c in shared]
+        # Names; with any, all are called only as by plain `generate`.
+        self.stateful = stateful(c for c in criteria if c not in shared)
         self.criteria = criteria
         self._limits = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = [c for c in criteria if type(c) is StopStringCriteria]
-        self._others = StoppingCriteriaList(c for c in criteria if type(c) not in _FEW_CALLS)
-        self.reads_text = bool(self._others)
+        self._others = StoppingCriteriaList(c for c in criteria if type(c) not in _FEW_CALLS and c not in shared)
+        self.reads_text = bool(self._others or shared)
 
     def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:
         """Whether ``row`` ends with its ``ahead``-th scratch token, as far as criteria are called for each token."""
@@ -61,7 +91,18 @@ class Stopper:
             copies = text.batch_size
             expanded = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
             done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), expanded)[row])
+        for shared in self._shared:
+            shared.see(row, text.prefix(row, ahead)[0], done and length != self.max_length)
+            if (last := max(shared.lengths)) < math.inf:
+                last = max(int(last), text.prompt_width + 1)
+                self.max_length = last if self.max_length is None else min(last, self.max_length)
+                done = done or length >= self.max_length
         return done
+
+    def finish(self, width: int) -> None:
+        """Takes note of the width of the text that is returned."""
+        for shared in self._shared:
+            shared.finish(width)
 
     def end(self, text: Text, verdicts: list[Verdict]) -> None:
         """Ends rows by the criteria that are called once a round: at the time limit with their next token, otherwise
@@ -125,7 +166,9 @@ class Output:
         if (shared := self._shared_count()) is not None:
             return [shared] * self.text.batch_size
         generated = (length - self.text.prompt_width for length in self.text.lengths)
-        return [count if end is None else end for count, end in zip(generated, self._ended, strict=True)]
+        counts = [count if end is None else end for count, end in zip(generated, self._ended, strict=True)]
+        most = self.stopper.max_length  # which a row that was ahead may have passed when it was found
+        return counts if most is None else [min(count, most - self.text.prompt_width) for count in counts]
 
     def shown(self, most: int) -> list[list[int]]:
         """The tokens of each row that are shown, at most ``most``."""
@@ -199,7 +242,7 @@ class Output:
 
     def _is_done(self, row: int) -> bool:
         if self._ended[row] is None:
-            return False
+            return self.stopper.max_new(self.text, row) <= 0
         if self.stopper.has_eos:
             return True
         count, length = self._shared_count(), self.text.lengths[row]

@@ -44,6 +44,32 @@ class AfterCalls(StoppingCriteria):
         return len(self.seen) >= self.calls[: len(input_ids)]
 
 
+class Letters:
+    """A tokenizer that writes all tokens, and padding, with three letters."""
+
+    def decode(self, tokens: Any) -> str:
+        return "".join("abc"[int(token) % 3] for token in tokens)
+
+    def batch_decode(self, rows: Any) -> list[str]:
+        return [self.decode(tokens) for tokens in rows]
+
+
+class MultiTokenEOSCriteria(StoppingCriteria):
+    """Ends all rows at once, when each of them has had a text among its last tokens, as lm-eval's does."""
+
+    __module__ = "lm_eval.models.utils_hf"
+
+    def __init__(self, sequence: str, width: int, rows: int) -> None:
+        self.sequence, self.tokenizer, self.initial_decoder_input_length = sequence, Letters(), width
+        self.sequence_id_len, self.done_tracker = len(sequence) + 2, [False] * rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        last = input_ids[:, self.initial_decoder_input_length :][:, -self.sequence_id_len :]
+        found = [self.sequence in text for text in self.tokenizer.batch_decode(last)]
+        self.done_tracker = [before or now for before, now in zip(self.done_tracker, found, strict=True)]
+        return all(self.done_tracker)
+
+
 def texts(spec: SelfSpec | None, inputs: Any, make: Any = Counting, **options: Any) -> Any:
     """Ids with a new processor, and the processor."""
     processor = make()
@@ -64,6 +90,27 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
         assert found[0] == found[1]
         assert len(found[0][2]) == count
     assert beside or spec.stats.acceptance_rate > 0.7, "ends have to fall into accepted blocks"
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["row", "batch"])
+def test_rows_keep_their_own_pace_with_the_criterion_of_lm_eval(inputs: dict[str, torch.Tensor]) -> None:
+    """But where the cache is handed back. A row that ends earlier has padding, which may be the text."""
+    model, width, ends = tiny_llama(factor=0.05), inputs["input_ids"].shape[1], set[int]()
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, width:]
+    for sequences, end in product((["a"], ["ab"], ["bc"], ["cab"], ["cc", "ba", "abb"]), (None, int(plain[-1, 7]))):
+        found = list[Any]()
+        for assistant in (None, spec := SelfSpec(EarlyExit(3), FixedLength(4))):
+            criteria = [MultiTokenEOSCriteria(sequence, width, len(plain)) for sequence in sequences]
+            options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+            ids = model.generate(**inputs, **options, stopping_criteria=criteria, assistant=assistant)
+            found.append((ids.tolist(), [criterion.done_tracker for criterion in criteria]))
+        assert found[0] == found[1], (sequences, end)
+        assert not spec.stats.together_for
+        assert spec.stats.accepted or len(found[0][0][0]) < width + 5
+        ends.add(len(found[0][0][0]))
+    assert len(ends) > 3, ends
+    model.generate(**inputs, **options, stopping_criteria=criteria, return_dict_in_generate=True, assistant=spec)
+    assert len(plain) == 1 or spec.stats.together_for.startswith("MultiTokenEOSCriteria")
 
 
 def test_statistics_name_what_rows_advance_together_for() -> None:
