@@ -5,7 +5,6 @@ One more line adds a method. A ``SelfSpec`` is named by a preset, a folder or a 
 
 import ast
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +25,6 @@ PLAIN = "plain"
 # Plain generate with the linear layers that a ``SelfSpec`` chooses: what of a gain is not drafts.
 LAYERS = "plain-linears"
 STATIC = "static-compiled"
-_LOOKUP = re.compile(r"prompt-lookup\((\d+)(?:, ?(\d+))?\)")
-# Tokens that prompt lookup drafts unless another number is given: transformers' own default.
-_LOOKUP_TOKENS = 10
 # The presets that need no further argument, by their names on the command line.
 _PRESETS = ("lookup", "quantized", "mtp", "layerskip", "swift", "adaspeed")
 SPECS = {"selfspec": "SelfSpec()"} | {name: f"SelfSpec.{name}()" for name in _PRESETS}
@@ -150,13 +146,11 @@ def _advice() -> str:
     )
 
 
-def _lookup(size: int, tokens: int = _LOOKUP_TOKENS) -> Method:
-    """Transformers' prompt lookup with n-grams of up to ``size`` tokens and ``tokens`` drafted ones."""
-    name = f"prompt-lookup({size})" if tokens == _LOOKUP_TOKENS else f"prompt-lookup({size}, {tokens})"
-    return Method(name, {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens})
-
-
-_LOOKUPS = (_lookup(2), _lookup(3), _lookup(2, 5))
+# Transformers' prompt lookup, by the longest n-grams, and the drafted tokens where these are not its default, 10.
+_LOOKUPS = tuple(
+    Method(f"prompt-lookup({of})", {"max_matching_ngram_size": size, "prompt_lookup_num_tokens": tokens})
+    for of, size, tokens in (("2", 2, 10), ("3", 3, 10), ("2, 5", 2, 5))
+)
 METHODS = {
     method.name: method
     for method in (
@@ -190,8 +184,6 @@ def _methods(name: str | None, choice: Any) -> list[Method]:
         raise SettingTypeError(f"methods must be names or SelfSpec objects, got {choice!r}.")
     if names := SHORT.get(choice, (choice,) if choice in METHODS else ()):
         return [METHODS[each] for each in names]
-    if numbers := _LOOKUP.fullmatch(choice):
-        return [_lookup(int(numbers[1]), int(numbers[2] or _LOOKUP_TOKENS))]
     try:
         return _methods(name or choice, read_spec(choice, "--methods"))
     except SettingError as error:

@@ -205,10 +205,11 @@ def test_what_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_names_of_methods() -> None:
     """Short ones, and texts as for ``--spec``; commas separate them outside of brackets."""
-    texts = split(["selfspec, prompt-lookup(4, 6),SelfSpec.layerskip(3, num_draft=2),", "prompt-lookup"])
-    names = ["plain", "SelfSpec()", "prompt-lookup(4, 6)", "SelfSpec.layerskip(3, num_draft=2)"]
-    names += ["prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
-    assert [method.name for method in methods_of(texts)] == names
+    texts = split(["selfspec, prompt-lookup(2, 5),SelfSpec.layerskip(3, num_draft=2),", "lookup"])
+    names = ["plain", "SelfSpec()", "prompt-lookup(2, 5)", "SelfSpec.layerskip(3, num_draft=2)"]
+    assert [method.name for method in methods_of(texts)] == [*names, "SelfSpec.lookup()"]
+    names = ["plain", "prompt-lookup(2)", "prompt-lookup(3)", "prompt-lookup(2, 5)"]
+    assert [method.name for method in methods_of(["prompt-lookup"])] == names
     assert split(["SelfSpec.kangaroo('a,b'),a"]) == ["SelfSpec.kangaroo('a,b')", "a"]
 
 
