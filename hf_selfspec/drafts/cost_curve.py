@@ -25,6 +25,9 @@ _PLAIN, _PLAIN_AGAIN = 2, 128
 # texts; 0.9 lost 2 %.
 _MEMORY = 0.99
 
+# Returns how many seconds longer a forward takes over so many tokens than over one, if that is known.
+Priced = Callable[[], Callable[[int], float] | None]
+
 
 class CostCurve:
     """Times of rounds for one model on one device, batch size and range of context. One thread at a time may change it.
@@ -34,15 +37,7 @@ class CostCurve:
         plain: seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft.
     """
 
-    def __init__(
-        self,
-        on_cpu: bool,
-        rows: int = 1,
-        is_frozen: bool = False,
-        priced: Callable[[], Callable[[int], float] | None] | None = None,
-    ) -> None:
-        """``priced`` is called before the first draft, and returns how many seconds longer a forward takes over so many
-        tokens than over one, if that is known."""
+    def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False, priced: Priced | None = None) -> None:
         doubled, each = _ON_CPU if on_cpu else _ELSEWHERE
         self._rows, self._priced = rows, priced
         counts = [rows * (size + 1) for size in SIZES]

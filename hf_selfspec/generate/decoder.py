@@ -80,7 +80,8 @@ class Decoder:
             if self.output.streamer is not None:
                 self.output.streamer.end()
             ids = self.output.ids()
-            self.stopper.finish(ids.shape[1])
+            for shared in self.stopper.shared:
+                shared.finish(ids.shape[1])
             ended = perf_counter()
             # Processors do not get the last token.
             processed = self.output.shown(ids.shape[1] - self.text.prompt_width - 1)

@@ -71,7 +71,7 @@ class Stopper:
         names = {c: f"{type(c).__module__}.{type(c).__qualname__}" for c in criteria}
         # A cache is not taken back to where all rows end.
         shared = [] if keeps_rows else [c for c in criteria if names[c] in _OF_ALL_ROWS]
-        self._shared = [SharedStop(c, pad_token) for c in shared]
+        self.shared = [SharedStop(c, pad_token) for c in shared]
         # Names; with any, all are called only as by plain `generate`.
         self.stateful = stateful(c for c in criteria if c not in shared)
         self.criteria = criteria
@@ -91,18 +91,13 @@ class Stopper:
             copies = text.batch_size
             expanded = None if scores is None else tuple(score.expand(copies, -1) for score in scores)
             done = bool(self._others(text.prefix(row, ahead).expand(copies, -1), expanded)[row])
-        for shared in self._shared:
+        for shared in self.shared:
             shared.see(row, text.prefix(row, ahead)[0], done and length != self.max_length)
             if (last := max(shared.lengths)) < math.inf:
                 last = max(int(last), text.prompt_width + 1)
                 self.max_length = last if self.max_length is None else min(last, self.max_length)
                 done = done or length >= self.max_length
         return done
-
-    def finish(self, width: int) -> None:
-        """Takes note of the width of the text that is returned."""
-        for shared in self._shared:
-            shared.finish(width)
 
     def end(self, text: Text, verdicts: list[Verdict]) -> None:
         """Ends rows by the criteria that are called once a round: at the time limit with their next token, otherwise

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ COMMANDS: dict[str, tuple[Callable[[Namespace], int | None], list[Option]]] = {}
 
 # Prompts in a stream of one kind, twice as many as an interval needs, and of each kind if there are several.
 _OF_ONE_KIND, _OF_EACH_KIND = 20, 5
-_ASK = "> "
 
 
 def _option(name: str, about: str, **how: Any) -> Option:
@@ -202,7 +201,7 @@ def exit_report(args: Namespace) -> None:
 
 @_command(
     *_LOADING,
-    _option("prompt", "the prompt to answer or to continue, otherwise what a pipe brings"),
+    _option("prompt", "the prompt to answer or to continue, otherwise the standard input"),
     *_CHAT,
     _option(
         "spec",
@@ -215,53 +214,35 @@ def exit_report(args: Namespace) -> None:
     _SEED,
 )
 def generate(args: Namespace) -> None:
-    """Generate text, shown as it is generated. Without a prompt, chat."""
+    """Generate text, shown as it is generated."""
     import torch
     from transformers import TextStreamer
 
-    from ..model.encoding import check_chats, encoded, has_chats
+    from ..model.encoding import as_prompts, encoded
     from .methods import read_spec
 
     named = _named(args)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature:
         options["temperature"] = args.temperature
-    prompt = args.prompt if args.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
+    text = sys.stdin.read() if args.prompt is None else args.prompt
     drafts, tokenizer = read_spec(args.spec), named.tokenizer()
-    is_chat = prompt is None or (has_chats(tokenizer) if args.chat is None else args.chat)
-    if is_chat:
-        check_chats(tokenizer)
-    model, as_text = named.model(), {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    (prompt,) = as_prompts(tokenizer, [text], args.chat)
+    model = named.model()
     torch.manual_seed(args.seed)
-    messages = list[dict[str, Any]]()
+    as_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     options |= {"streamer": TextStreamer(tokenizer, skip_prompt=True, **as_text), "assistant": drafts}
-    for text in _typed_lines() if prompt is None else [prompt]:
-        messages.append({"role": "user", "content": text})
-        inputs = encoded(tokenizer, messages if is_chat else text, model.device)
-        try:
-            ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
-        except BaseException:
-            print(flush=True)  # the message about an interruption gets a line of its own
-            raise
-        if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
-            counts = (
-                f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "
-                f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]"
-            )
-            print(str(stats) if stats.left_to_generate else counts, file=sys.stderr)
-        messages.append({"role": "assistant", "content": tokenizer.decode(ids, **as_text)})
-
-
-def _typed_lines() -> Iterator[str]:
-    """Yields what the user types, until the end of the input."""
-    while True:
-        try:
-            text = input(_ASK)
-        except EOFError:
-            print()
-            return
-        if text.strip():
-            yield text
+    try:
+        model.generate(**encoded(tokenizer, prompt, model.device), **options)
+    except BaseException:
+        print(flush=True)  # the message about an interruption gets a line of its own
+        raise
+    if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
+        counts = (
+            f"[{stats.tokens} tokens, {stats.tokens / stats.total_seconds:.1f} tokens/s; {stats.rounds} rounds, "
+            f"{stats.accepted / max(stats.rounds, 1):.2f} drafted tokens accepted in each]"
+        )
+        print(str(stats) if stats.left_to_generate else counts, file=sys.stderr)
 
 
 @_command(_MODEL, _REVISION)

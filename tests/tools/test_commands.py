@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, T5Config, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, TextStreamer
 
 from helpers.calls import check_lossless
 from helpers.models import tiny_llama
@@ -217,28 +217,19 @@ def test_generate_draws_by_a_seed_and_ends_its_line_when_stopped(capsys: Any, mo
     assert (told.out, told.err) == ("once upon\n", "hf-selfspec: stopped.\n")
 
 
-def test_generate_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn has those before it in its prompt; empty lines are no turns, and the end of the input ends it."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)  # nothing comes through a pipe
-    words = ["generate", "--model", str(DEMO_MODEL)]
-    line = told_in_one_line(words, 2, capsys)
-    assert "the tokenizer has no chat template, so the model cannot chat. Give a text for it to continue" in line
-    words[-1] = str(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    lines, asked, template = ["hello", "  ", "and then?"], list[Any](), PreTrainedTokenizerBase.apply_chat_template
-
-    def recorded(self: Any, conversation: Any, **options: Any) -> Any:
-        asked.append([message["content"] for message in conversation])
-        return template(self, conversation, **options)
-
-    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", recorded)
-    monkeypatch.setattr(sys.stdin, "readline", lambda *_: f"{lines.pop(0)}\n" if lines else "")
-    assert main([*words, "--max-new-tokens", "8"]) == 0
-    first, (question, answer, then) = asked
-    assert (first, question, then) == (["hello"], "hello", "and then?")
-    assert answer
-    assert answer in capsys.readouterr().out
+def test_generate_answers_as_a_chat_by_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n    return{% endfor %}")
+    answers = list[str]()
+    for words in ([], ["--chat"], ["--raw"]):
+        assert main(["generate", "--model", str(folder), "--prompt", PROMPT, "--max-new-tokens", "8", *words]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+    assert (
+        main(["generate", "--model", str(DEMO_MODEL), "--prompt", f"{PROMPT}\n    return", "--max-new-tokens", "8"])
+        == 0
+    )
+    assert capsys.readouterr().out == answers[0]
 
 
 # What each command needs, with `{}` for a folder of the test.
