@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from ..errors import UnsupportedModelError
 from ..model.forks import new_lock
 from ..model.linear import added_seconds
 from ..model.logits import Logits, Tops
+from ..model.module_tools import ModelView
 from ..stats import GenerationStats
 from .controller import FREE, LEAST_SPEEDUP, MATCHES, Arms, ArmStats, Controller, Curves
 from .free.free import FreeDrafts
@@ -40,8 +42,12 @@ def controller_of(session: Session) -> Controller:
         (device, torch.get_num_threads(), is_parallel, *kind),
         on_cpu=device == "cpu",
         is_frozen=is_parallel,
-        priced=partial(added_seconds, session.anatomy.view),
+        priced=partial(_priced, weakref.ref(target.model)),  # a curve may outlive the call, and must not keep a model
     )
+
+
+def _priced(model: Callable[[], PreTrainedModel | None]) -> Callable[[int], float] | None:
+    return added_seconds(ModelView(cast(PreTrainedModel, model())))
 
 
 def drafter_of(source: DraftSource, session: Session) -> Drafter:

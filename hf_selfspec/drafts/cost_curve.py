@@ -71,9 +71,9 @@ class CostCurve:
                 self.see(tokens, seconds)
                 self._since_plain = 0
                 self._plain.append(seconds)
-                if len(self._plain) == _PLAIN and self._priced is not None and (added := self._priced()) is not None:
-                    one, self._priced = added(self._rows), None
-                    plain = _lower_quartile(self._plain)
+                priced = self._priced if len(self._plain) == _PLAIN else None
+                if priced is not None and (added := priced()) is not None:
+                    one, plain = added(self._rows), _lower_quartile(self._plain)
                     self._forwards = [1.0 + (added(self._rows * (size + 1)) - one) / plain for size in SIZES]
                 self._refresh(with_costs=len(self._plain) <= _PLAIN)
             self._rounds[0] += 1  # the first round selects and warms up kernels

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -76,6 +78,17 @@ def test_what_one_has_measured_others_know(llama: LlamaForCausalLM, monkeypatch:
     for _ in range(3):
         model.generate(**ROW, max_new_tokens=12, do_sample=False, assistant=SelfSpec())
     assert priced == [model]
+
+
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_costs_do_not_keep_a_model(llama: LlamaForCausalLM, tokens: int) -> None:
+    """Neither those that were measured nor those that never will be."""
+    model = copy.deepcopy(llama)
+    model.generate(**ROW, max_new_tokens=tokens, do_sample=False, assistant=SelfSpec())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_curve_for_each_kind_of_round() -> None:
