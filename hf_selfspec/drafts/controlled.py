@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..batch import Draft, Text, Verdict
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, only_warned
 from ..model.forks import new_lock
 from ..model.linear import added_seconds
 from ..model.logits import Logits, Tops
@@ -47,7 +47,9 @@ def controller_of(session: Session) -> Controller:
 
 
 def _priced(model: Callable[[], PreTrainedModel | None]) -> Callable[[int], float] | None:
-    return added_seconds(ModelView(cast(PreTrainedModel, model())))
+    with only_warned("timing a model's layers"):
+        return added_seconds(ModelView(cast(PreTrainedModel, model())))
+    return None
 
 
 def drafter_of(source: DraftSource, session: Session) -> Drafter:

@@ -74,7 +74,8 @@ class CostCurve:
                 priced = self._priced if len(self._plain) == _PLAIN else None
                 if priced is not None and (added := priced()) is not None:
                     one, plain = added(self._rows), _lower_quartile(self._plain)
-                    self._forwards = [1.0 + (added(self._rows * (size + 1)) - one) / plain for size in SIZES]
+                    more = [(added(self._rows * (size + 1)) - one) / plain for size in SIZES]
+                    self._forwards = [1.0 + max(seconds, 0.0) for seconds in more]
                 self._refresh(with_costs=len(self._plain) <= _PLAIN)
             self._rounds[0] += 1  # the first round selects and warms up kernels
 

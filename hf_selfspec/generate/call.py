@@ -90,7 +90,8 @@ class Call:
 
     @cached_property
     def stopper(self) -> Stopper:
-        return Stopper(self.stopping_criteria, pad_token(self.generation_config) or 0, self.keeps_rows)
+        rows = 0 if self.keeps_rows else len(self.input_ids)
+        return Stopper(self.stopping_criteria, rows, pad_token(self.generation_config) or 0)
 
     @property
     def max_new(self) -> int | None:
@@ -174,6 +175,7 @@ def _choose(call: Call, spec: Settings, unseen: Unseen) -> tuple[Call, str]:
 
 def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unseen) -> Decoder:
     """Makes what decodes a call: cache, target, drafts, and what was generated so far."""
+    knowledge.write_others()
     batch_size, stopper, config, source = len(call.input_ids), call.stopper, call.generation_config, spec._source
     inputs = call.inputs
     anatomy, prompt = inputs.anatomy, inputs.prompt

@@ -80,7 +80,7 @@ class Decoder:
             if self.output.streamer is not None:
                 self.output.streamer.end()
             ids = self.output.ids()
-            for shared in self.stopper.shared:
+            for shared in () if self.output.in_step else self.stopper.shared:
                 shared.finish(ids.shape[1])
             ended = perf_counter()
             # Processors do not get the last token.

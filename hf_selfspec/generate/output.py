@@ -42,11 +42,12 @@ class SharedStop:
     def see(self, row: int, ids: torch.Tensor, has_ended: bool) -> None:
         """Sees the first tokens ``[s]`` of a row, behind which there is padding where it has ended."""
         criterion, most = self._criterion, self._criterion.sequence_id_len
-        tokens = ids[criterion.initial_decoder_input_length :].tolist()
-        for pads in range(most + 1 if has_ended else 1):
-            last = [*tokens, *[self._pad_token] * pads][-most:]
-            if math.isinf(self.lengths[row]) and criterion.sequence in criterion.tokenizer.decode(last):
-                self.lengths[row] = len(ids) + pads
+        if self.lengths[row] < math.inf:
+            return
+        tokens = ids[criterion.initial_decoder_input_length :][-most:].tolist()
+        windows = ([*tokens, *[self._pad_token] * pads][-most:] for pads in range(most + 1 if has_ended else 1))
+        found = (pads for pads, last in enumerate(windows) if criterion.sequence in criterion.tokenizer.decode(last))
+        self.lengths[row] = len(ids) + next(found, math.inf)
 
     def finish(self, width: int) -> None:
         """Leaves the criterion as plain ``generate`` leaves it, whose last text had that width."""
@@ -56,7 +57,8 @@ class SharedStop:
 class Stopper:
     """Tells where rows end. A class that derives from one of transformers' criteria may end them elsewhere."""
 
-    def __init__(self, criteria: StoppingCriteriaList, pad_token: int = 0, keeps_rows: bool = False) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, rows: int = 0, pad_token: int = 0) -> None:
+        """``rows`` is their number where rows that were ahead may be cut to where all end, as no cache is kept."""
         self.max_length: int | None = min(
             (criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria), default=None
         )
@@ -68,16 +70,18 @@ class Stopper:
         )
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.has_others = any(type(c) not in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
-        names = {c: f"{type(c).__module__}.{type(c).__qualname__}" for c in criteria}
-        # A cache is not taken back to where all rows end.
-        shared = [] if keeps_rows else [c for c in criteria if names[c] in _OF_ALL_ROWS]
+        shared = [c for c in criteria if f"{type(c).__module__}.{type(c).__qualname__}" in _OF_ALL_ROWS]
+        # Beside criteria that end rows in other ways, where it is seen depends on these.
+        is_alone = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) or c in shared for c in criteria)
+        if not (is_alone and self.has_eos and all(len(c.done_tracker) == rows for c in shared)):
+            shared = []
         self.shared = [SharedStop(c, pad_token) for c in shared]
         # Names; with any, all are called only as by plain `generate`.
-        self.stateful = stateful(c for c in criteria if c not in shared)
+        self.stateful = () if shared else stateful(criteria)
         self.criteria = criteria
         self._limits = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = [c for c in criteria if type(c) is StopStringCriteria]
-        self._others = StoppingCriteriaList(c for c in criteria if type(c) not in _FEW_CALLS and c not in shared)
+        self._others = StoppingCriteriaList(c for c in criteria if type(c) not in _FEW_CALLS and not shared)
         self.reads_text = bool(self._others or shared)
 
     def __call__(self, text: Text, row: int, ahead: int, token: int, scores: list[torch.Tensor] | None) -> bool:

@@ -35,8 +35,6 @@ def add_seam(owner: type, name: str, wrap: Wrap | None) -> None:
 def install() -> None:
     """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
 
-    Pipelines pass the argument on, including those for images.
-
     Happens by itself when a name of the package is first used. Calls and trainings that use neither are not affected.
     Calling this again changes nothing; :func:`uninstall` undoes it. Wrappers of others stay, above ours or below.
     """

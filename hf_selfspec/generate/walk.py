@@ -151,7 +151,7 @@ def verify_in_step(
     """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
     processors and criteria are called for the whole batch as by plain ``generate``. They may write to the ids
     ``[b, s]``, which are returned, too; the draft after a token that they replace is dropped. ``show`` gets the new
-    tokens, and whether each was drafted; it returns whether the next ones can come from the same forward."""
+    tokens, and returns whether the next ones can come from the same forward."""
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:

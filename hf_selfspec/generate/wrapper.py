@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from transformers import (
-    AnyToAnyPipeline,
     AsyncTextIteratorStreamer,
     ContinuousMixin,
     GenerationConfig,
     GenerationMixin,
-    ImageTextToTextPipeline,
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
@@ -26,7 +24,6 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..errors import SelfSpecError, UnsupportedModelError, UnsupportedOptionError, left_to_plain, warn_once
 from ..model.anatomy import Anatomy
 from ..model.inputs import check_inputs
-from ..model.internals import SANITIZE, options_of_pipeline
 from ..selfspec import SelfSpec
 from ..stats import GenerationStats
 from .call import Call, serve
@@ -35,8 +32,6 @@ from .refusals import check_options
 from .seams import add_seam
 from .unseen import why_plain
 
-# These take arguments for generate in ``generate_kwargs`` alone: all others go to the processor, which ignores them.
-_PIPELINES = (ImageTextToTextPipeline, AnyToAnyPipeline)
 # The signature of what decodes a call: ``generate`` reads it twice, and Python takes longer to work it out than all
 # checks take.
 _SIGNATURE = inspect.signature(SelfSpec.__call__)
@@ -49,7 +44,8 @@ def _with_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         # All arguments by name, so that those which callables do not get can be removed.
         named = _by_name(signature, self, *args, **kwargs)
-        chosen = choose(self, assistant, named)
+        with _ended(named.get("streamer")):
+            chosen = choose(self, assistant, named)
         if chosen is None:
             return original(self, *args, **kwargs)
         (spec, default_of), why = chosen, ""
@@ -168,24 +164,5 @@ def _is_synced(model: Any, synced_gpus: bool | None) -> bool:
     return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and torch.distributed.get_world_size() > 1
 
 
-def _passing_assistant(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what a pipeline calls with all arguments. An ``assistant`` of its constructor is used in all calls."""
-
-    @functools.wraps(original)
-    def sanitize(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
-        preprocess, forward, postprocess = original(self, *args, **kwargs)
-        of_pipeline = options_of_pipeline(self)
-        of_call = forward.get("generate_kwargs") or of_pipeline
-        for options in (of_call, of_pipeline):
-            assistant = options.get("assistant") if assistant is None else assistant
-        if assistant is not None:
-            forward["generate_kwargs"] = {**of_call, "assistant": assistant}
-        return preprocess, forward, postprocess
-
-    return sanitize
-
-
 add_seam(GenerationMixin, "generate", _with_assistant)
 add_seam(ContinuousMixin, "generate_batch", _without_assistant)
-for _pipeline in _PIPELINES:
-    add_seam(_pipeline, SANITIZE, _passing_assistant)

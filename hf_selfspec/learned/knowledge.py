@@ -169,17 +169,17 @@ class Knowledge:
         another process holds the file for longer than ``patience`` seconds."""
         record.written = monotonic()
         kept, model = cast(Saved, record.kept), record.model()
+        _unwritten.pop(kept.path, None)
         with only_warned(f"keeping findings in {kept.path}"):
             with self.lock:
                 is_new = record.states() != kept.findings
-            if model is not None and Fingerprint.of_decoder(model) != record.fingerprint:
-                record.seen = None  # it is being trained, and a file is for one model
+            if is_new and model is not None and Fingerprint.of_decoder(model) != record.fingerprint:
+                record.kept = replace(kept, path=Path())  # it is being trained, and a file is for one model
             elif is_new:
                 try:
                     self._write(record, kept, patience)
                 except TimeoutError:
-                    return
-        _unwritten.pop(kept.path, None)
+                    _unwritten.setdefault(kept.path, (self, record))
 
     def _write(self, record: ModelRecord, kept: Saved, patience: float) -> None:
         with _locked(kept.path, patience):
@@ -196,7 +196,8 @@ class Knowledge:
     def forget_texts(self) -> None:
         """Drops what findings keep of texts, and the files in which they are kept."""
         with self.lock:
-            for record in self._records.values():
+            waiting = [record for knowledge, record in _unwritten.values() if knowledge is self]
+            for record in [*self._records.values(), *waiting]:
                 record.forget()
             self.saved = _without_texts(self.saved)
             paths = sorted(self.files)
@@ -230,6 +231,13 @@ class KnowledgeOfCall:
 
     def fingerprint(self) -> Fingerprint:
         return self.knowledge.fingerprint(self.model)
+
+    def write_others(self) -> None:
+        """Writes what others in this process have learned of the model, before its file is read for the first time."""
+        if self.cache_dir is not None and self.knowledge.record(self.model).kept is None:
+            for knowledge, record in list(_unwritten.values()):
+                if record.fingerprint == self.fingerprint():
+                    knowledge.write(record, 0.0)
 
     def kept(self) -> Saved:
         """What was loaded from a file for this model, or what its file in ``cache_dir`` held."""

@@ -26,7 +26,6 @@ LOOP_METHODS = (*STEP_METHODS, "_sample")
 ADAPTED, ACTIVE_ADAPTER, ACCELERATE_HOOK = "_disable_adapters", "_active_adapter", "_hf_hook"
 ADAPTER_SETTINGS = (ADAPTED, ACTIVE_ADAPTER, "scaling", "merged_adapters")
 # What a pipeline calls with its own arguments and those of a call.
-SANITIZE = "_sanitize_parameters"
 EXPERTS, CHECKPOINTING = "_experts_implementation_internal", "_gradient_checkpointing_func"
 
 
@@ -171,8 +170,3 @@ def prefix_function(processor: Any) -> Callable[..., Any]:
 def use_one_device(args: Any) -> None:
     """Keeps a ``Trainer`` from copying a model to further devices of its process."""
     args._n_gpu = 1
-
-
-def options_of_pipeline(pipeline: Any) -> dict[str, Any]:
-    """Returns what a pipeline's constructor was given for ``generate``."""
-    return getattr(pipeline, "_forward_params", {}).get("generate_kwargs") or {}

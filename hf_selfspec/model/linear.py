@@ -130,11 +130,11 @@ def added_seconds(view: ModelView) -> Callable[[int], float] | None:
     alike, other = defaultdict[Any, list[torch.Tensor]](list), 0
     for module in view.modules:
         for weight in module.__dict__.get("_parameters", {}).values():
-            if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_cpu and weight.dim() == 2:
+            if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.is_cpu and weight.numel():
                 alike[weight.shape, weight.dtype].append(weight)
             elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
                 other += weight.numel()
-    if sum(weight.numel() for weights in alike.values() for weight in weights) <= other:
+    if torch.is_autocast_enabled("cpu") or sum(len(each) * each[0].numel() for each in alike.values()) <= other:
         return None
     seconds = [
         sum(

@@ -94,7 +94,8 @@ def test_a_criterion_ends_in_the_middle_of_accepted_tokens(beside: bool) -> None
 
 @pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["row", "batch"])
 def test_rows_keep_their_own_pace_with_the_criterion_of_lm_eval(inputs: dict[str, torch.Tensor]) -> None:
-    """But where the cache is handed back. A row that ends earlier has padding, which may be the text."""
+    """If tokens end rows, too, and nothing else does, and the cache is not handed back. A row that ends earlier has
+    padding, which may be the text."""
     model, width, ends = tiny_llama(factor=0.05), inputs["input_ids"].shape[1], set[int]()
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, width:]
     for sequences, end in product((["a"], ["ab"], ["bc"], ["cab"], ["cc", "ba", "abb"]), (None, int(plain[-1, 7]))):
@@ -105,12 +106,15 @@ def test_rows_keep_their_own_pace_with_the_criterion_of_lm_eval(inputs: dict[str
             ids = model.generate(**inputs, **options, stopping_criteria=criteria, assistant=assistant)
             found.append((ids.tolist(), [criterion.done_tracker for criterion in criteria]))
         assert found[0] == found[1], (sequences, end)
-        assert not spec.stats.together_for
+        assert len(plain) == 1 or bool(spec.stats.together_for) is (end is None)
         assert spec.stats.accepted or len(found[0][0][0]) < width + 5
         ends.add(len(found[0][0][0]))
     assert len(ends) > 3, ends
-    model.generate(**inputs, **options, stopping_criteria=criteria, return_dict_in_generate=True, assistant=spec)
-    assert len(plain) == 1 or spec.stats.together_for.startswith("MultiTokenEOSCriteria")
+    beside = AfterCalls([9, 8, 7])
+    beside.is_stateless = True
+    for more in ({"return_dict_in_generate": True}, {"stopping_criteria": [*criteria, beside]}):
+        model.generate(**inputs, **options | {"stopping_criteria": criteria} | more, assistant=spec)
+        assert len(plain) == 1 or spec.stats.together_for.startswith("MultiTokenEOSCriteria")
 
 
 def test_statistics_name_what_rows_advance_together_for() -> None:

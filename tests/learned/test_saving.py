@@ -313,6 +313,26 @@ def test_models_are_let_go_and_what_was_learned_of_them_is_written(tmp_path: Pat
     assert texts_in(tmp_path) == [0, 1, 2]
 
 
+def test_a_model_that_is_gone_is_known_when_it_comes_again(tmp_path: Path) -> None:
+    """Though nothing was written yet, and its texts can be forgotten."""
+    for ids in (FIRST, SECOND):
+        spec, model = SelfSpec(Lookup(), cache_dir=tmp_path), tiny_llama(4)
+        for each in (ids, THIRD):
+            call(model, spec, each, writes=False)
+        del model
+        gc.collect()
+    knowledge.write_all()
+    assert texts_in(tmp_path) == [0, 1, 2]
+    (file,) = tmp_path.rglob("*.json")
+    file.unlink()
+    with FileLock(f"{file}.lock"):  # so that nothing is written
+        call(tiny_llama(4), spec := SelfSpec(Lookup(), cache_dir=tmp_path), writes=False)
+    gc.collect()
+    spec.forget()
+    knowledge.write_all()
+    assert texts_in(tmp_path) == []
+
+
 def test_what_is_kept_of_warnings_is_bounded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

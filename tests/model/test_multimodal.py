@@ -187,10 +187,8 @@ def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     given["max_new_tokens"], spec = 12, SelfSpec(EarlyExit(2), FixedLength(3))
     pipe = pipeline("image-text-to-text", **makes)
     expected = pipe(**given)
-    assert pipe(**given, assistant=spec) == expected
     assert pipe(**given, generate_kwargs={"assistant": spec}) == expected
-    assert pipeline("image-text-to-text", **makes, assistant=spec)(**given) == expected
-    assert calls(spec) == 3
+    assert calls(spec) == 1
 
 
 def test_a_second_tower_of_as_many_layers() -> None:
