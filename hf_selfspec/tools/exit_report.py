@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +56,11 @@ class ExitReport:
         table = as_text(["exit", "loss", "above last", "accuracy", "agreement"], rows, right=True)
         return f"{self.model_name}, {self.tokens} tokens\n{table}"
 
-    def plot(self, path: StrPath | None = None, others: Mapping[str, ExitReport] | None = None) -> Figure:
+    def plot(self, path: StrPath | None = None) -> Figure:
         """Draws loss and agreement by exit layer.
 
         Args:
             path: where to save the picture, in the format that its suffix names, e.g. ``exits.png``.
-            others: reports to draw next to this one, by their names in the legend.
 
         Returns:
             The figure, which no window shows and which is not registered with pyplot.
@@ -73,10 +72,9 @@ class ExitReport:
         from matplotlib.ticker import MaxNLocator
 
         losses, agreements = figure.subplots(1, 2)
-        for name, report in [(self.model_name, self), *(others or {}).items()]:
-            layers = range(1, len(report.loss) + 1)
-            losses.plot(layers, report.loss, marker=".", label=name)
-            agreements.plot(layers, report.agreement, marker=".", label=name)
+        layers = range(1, len(self.loss) + 1)
+        losses.plot(layers, self.loss, marker=".")
+        agreements.plot(layers, self.agreement, marker=".")
         losses.set_ylabel("loss (nats per token)")
         agreements.set_ylabel("agreement with the last layer")
         agreements.set_ylim(0, 1.02)
@@ -84,10 +82,7 @@ class ExitReport:
             axes.set_xlabel("exit layer")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.3)
-        if others:
-            losses.legend()
-        else:
-            figure.suptitle(self.model_name)
+        figure.suptitle(self.model_name)
         return saved("ExitReport.plot", figure, path)
 
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -126,49 +125,6 @@ def check_lossless(
         assert spec.stats is not None
         found.append(spec.stats)
     return found
-
-
-Report = tuple[torch.Tensor, torch.Tensor, int]
-
-
-class LastSeen(CandidateGenerator):
-    """Proposes what followed the last token's previous occurrence in a text that it follows itself.
-
-    A state of one text: the ids so far, to which each call has to add. All copies are in its ``family``.
-    """
-
-    def __init__(self, family: list[LastSeen] | None = None, drafts: bool = True, room: int = 1 << 30) -> None:
-        self.family = [] if family is None else family
-        self.family.append(self)
-        self.drafts = drafts
-        self.room = room
-        self.text = torch.empty(1, 0, dtype=torch.long)
-        self.drafted = 0
-        self.reports: list[Report] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LastSeen:
-        return LastSeen(self.family, self.drafts, self.room)
-
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        assert not kwargs
-        assert torch.equal(input_ids[:, : self.text.shape[1]], self.text)
-        self.text = input_ids
-        earlier = (input_ids[0, :-1] == input_ids[0, -1]).nonzero()
-        count = min(4, self.room - input_ids.shape[1] - 1) if self.drafts and len(earlier) else 0
-        self.drafts = True
-        start = int(earlier[-1]) + 1 if count > 0 else input_ids.shape[1]
-        drafted = input_ids[:, start : start + count]
-        self.drafted = drafted.shape[1]
-        return torch.cat([input_ids, drafted], dim=1), None
-
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        assert type(num_matches) is int
-        assert (scores.shape[0], scores.shape[2]) == (1, VOCABULARY)
-        assert num_matches < scores.shape[1] <= self.drafted + 1
-        assert scores.dtype == torch.float32
-        assert torch.equal(input_ids[:, : self.text.shape[1]], self.text)
-        assert input_ids.shape[1] == self.text.shape[1] + num_matches + 1
-        self.reports.append((input_ids.clone(), scores.clone(), num_matches))
 
 
 def random_skip_set(name: str, model: PreTrainedModel) -> SkipLayers:

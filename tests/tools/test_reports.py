@@ -169,7 +169,6 @@ def test_what_is_refused(tokenizer: Any, llama: LlamaForCausalLM) -> None:
 
 
 def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of models of different depth, and without a window."""
     report = ExitReport((10.25, 4.0, 2.5), (0.0, 0.25, 0.5), (0.125, 0.75, 1.0), 4321, "org/model")
     assert [line.split() for line in str(report).splitlines()] == [
         ["org/model,", "4321", "tokens"],
@@ -179,15 +178,10 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ["3", "2.500", "+0.000", "0.500", "1.000"],
     ]
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    twin = ExitReport((3.0, 2.0), (0.1, 0.2), (0.5, 1.0), 10, "other")
-    figure = report.plot(tmp_path / "exits.svg", others={"twin": twin})
+    figure = report.plot(tmp_path / "exits.svg")  # without a window
     lines = [line for axes in figure.axes for line in axes.get_lines()]
-    assert [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in lines] == [
-        ("org/model", [1, 2, 3], [10.25, 4.0, 2.5]),
-        ("twin", [1, 2], [3.0, 2.0]),
-        ("org/model", [1, 2, 3], [0.125, 0.75, 1.0]),
-        ("twin", [1, 2], [0.5, 1.0]),
-    ]
+    assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3]] * 2
+    assert [list(line.get_ydata()) for line in lines] == [[10.25, 4.0, 2.5], [0.125, 0.75, 1.0]]
     assert "<svg" in (tmp_path / "exits.svg").read_text()
     with pytest.raises(SelfSpecError, match="'doc' is not supported"):
         report.plot(tmp_path / "exits.doc")
