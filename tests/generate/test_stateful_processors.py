@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -44,14 +45,8 @@ class AfterCalls(StoppingCriteria):
         return len(self.seen) >= self.calls[: len(input_ids)]
 
 
-class Letters:
-    """A tokenizer that writes all tokens, and padding, with three letters."""
-
-    def decode(self, tokens: Any) -> str:
-        return "".join("abc"[int(token) % 3] for token in tokens)
-
-    def batch_decode(self, rows: Any) -> list[str]:
-        return [self.decode(tokens) for tokens in rows]
+# A tokenizer that writes all tokens, and padding, with three letters.
+LETTERS = SimpleNamespace(decode=lambda tokens: "".join("abc"[int(token) % 3] for token in tokens))
 
 
 class MultiTokenEOSCriteria(StoppingCriteria):
@@ -60,12 +55,12 @@ class MultiTokenEOSCriteria(StoppingCriteria):
     __module__ = "lm_eval.models.utils_hf"
 
     def __init__(self, sequence: str, width: int, rows: int) -> None:
-        self.sequence, self.tokenizer, self.initial_decoder_input_length = sequence, Letters(), width
+        self.sequence, self.tokenizer, self.initial_decoder_input_length = sequence, LETTERS, width
         self.sequence_id_len, self.done_tracker = len(sequence) + 2, [False] * rows
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
         last = input_ids[:, self.initial_decoder_input_length :][:, -self.sequence_id_len :]
-        found = [self.sequence in text for text in self.tokenizer.batch_decode(last)]
+        found = [self.sequence in self.tokenizer.decode(tokens) for tokens in last]
         self.done_tracker = [before or now for before, now in zip(self.done_tracker, found, strict=True)]
         return all(self.done_tracker)
 
