@@ -46,7 +46,8 @@ class SharedStop:
             return
         tokens = ids[criterion.initial_decoder_input_length :][-most:].tolist()
         windows = ([*tokens, *[self._pad_token] * pads][-most:] for pads in range(most + 1 if has_ended else 1))
-        found = (pads for pads, last in enumerate(windows) if criterion.sequence in criterion.tokenizer.decode(last))
+        texts = enumerate(criterion.tokenizer.batch_decode([last])[0] for last in windows)
+        found = (pads for pads, text in texts if criterion.sequence in text)
         self.lengths[row] = len(ids) + next(found, math.inf)
 
     def finish(self, width: int) -> None:

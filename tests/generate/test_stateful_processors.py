@@ -46,7 +46,7 @@ class AfterCalls(StoppingCriteria):
 
 
 # A tokenizer that writes all tokens, and padding, with three letters.
-LETTERS = SimpleNamespace(decode=lambda tokens: "".join("abc"[int(token) % 3] for token in tokens))
+LETTERS = SimpleNamespace(batch_decode=lambda rows: ["".join("abc"[int(token) % 3] for token in row) for row in rows])
 
 
 class MultiTokenEOSCriteria(StoppingCriteria):
@@ -60,7 +60,7 @@ class MultiTokenEOSCriteria(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
         last = input_ids[:, self.initial_decoder_input_length :][:, -self.sequence_id_len :]
-        found = [self.sequence in self.tokenizer.decode(tokens) for tokens in last]
+        found = [self.sequence in text for text in self.tokenizer.batch_decode(last)]
         self.done_tracker = [before or now for before, now in zip(self.done_tracker, found, strict=True)]
         return all(self.done_tracker)
 
