@@ -77,7 +77,8 @@ class Machine:
 
     def linears_choose_by(self, fastest: LinearAutotuner) -> None:
         """In place of what has chosen for this process so far."""
-        self._set(linear, "_fastest", fastest)
+        for name in ("_fastest", "_usual"):
+            self._set(linear, name, fastest)
 
     def forks_wait_briefly(self) -> None:
         """For locks that threads of the parent hold."""

@@ -66,19 +66,18 @@ def test_the_fastest_way_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert machine.choices(weight, 1) == ["many"]
 
 
-def test_what_more_tokens_add_is_timed_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_more_tokens_add_is_timed_once_for_a_shape(machine: Machine) -> None:
     """All layers and the head, on lines between 1, 4 and 16 tokens; weights of other modules tell nothing."""
-    machine = FakeMachine(one=lambda n: float(n), many=lambda n: 4.0)
-    monkeypatch.setattr(linear, "_usual", machine.fastest)
-    model = tiny_llama(layers=3)
+    ways, model = FakeMachine(one=lambda n: float(n), many=lambda n: 4.0), tiny_llama(layers=3)
+    machine.linears_choose_by(ways.fastest)
     for _ in range(2):
         added = linear.added_seconds(ModelView(model))
         assert [added(tokens) / (3 * 7 + 1) for tokens in (1, 2, 4, 10, 16, 64)] == [0, 1, 3, 3, 3, 3]
-    timed = machine.now
-    monkeypatch.setattr(linear, "_usual", FakeMachine(one=lambda n: float(n)).fastest)
+    timed = ways.now
+    machine.linears_choose_by(FakeMachine(one=lambda n: float(n)).fastest)
     added = linear.added_seconds(ModelView(model.bfloat16()))
     assert [added(tokens) / (3 * 7 + 1) for tokens in (2, 10, 64)] == [1, 9, 63]
-    assert machine.now == timed
+    assert ways.now == timed
     assert linear.added_seconds(ModelView(tiny_gpt2())) is None
 
 
