@@ -184,7 +184,6 @@ def bench(args: Namespace) -> None:
     _FIELD,
     _PROMPTS,
     _number("max-length", "most tokens of a text; the rest is cut off", 512),
-    _option("plot", "file for a plot, e.g. exits.png; needs matplotlib"),
 )
 def exit_report(args: Namespace) -> None:
     """Show how well each layer of a model predicts the next token."""
@@ -195,8 +194,6 @@ def exit_report(args: Namespace) -> None:
     rows, tokenizer = texts(args.data, args.field)[: args.prompts], named.tokenizer()
     report = exit_report(named.model(), tokenizer, rows, max_length=args.max_length)
     print(report)
-    if args.plot is not None:
-        report.plot(args.plot)
 
 
 @_command(

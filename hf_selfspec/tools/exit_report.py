@@ -15,11 +15,11 @@ from ..model.anatomy import causal_lm
 from ..model.encoding import checked_texts, token_ids
 from ..model.patching import evaluating
 from ..train.exits import LOGIT_ELEMENTS, Exits
-from ..validation import StrPath, check_count
-from .figures import as_text, new_figure, saved
+from ..validation import check_count
+from .figures import as_text
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 _DEFAULT_LENGTH = 2048
 
@@ -28,7 +28,7 @@ _DEFAULT_LENGTH = 2048
 class ExitReport:
     """How well the exits of one model predict the same texts; the exit after the first ``E`` layers is at ``[E - 1]``.
 
-    ``str`` of it is a table, :meth:`plot` draws it. Training that includes the exits brings the losses of the earlier
+    ``str`` of it is a table. Training that includes the exits brings the losses of the earlier
     ones towards that of the last (LayerSkip, Figures 6 and 11, which show task scores and perplexities; the perplexity
     is ``exp(loss)``).
 
@@ -55,35 +55,6 @@ class ExitReport:
         ]
         table = as_text(["exit", "loss", "above last", "accuracy", "agreement"], rows, right=True)
         return f"{self.model_name}, {self.tokens} tokens\n{table}"
-
-    def plot(self, path: StrPath | None = None) -> Figure:
-        """Draws loss and agreement by exit layer.
-
-        Args:
-            path: where to save the picture, in the format that its suffix names, e.g. ``exits.png``.
-
-        Returns:
-            The figure, which no window shows and which is not registered with pyplot.
-
-        Raises:
-            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
-        """
-        figure = new_figure("ExitReport.plot", 9, 3.6)
-        from matplotlib.ticker import MaxNLocator
-
-        losses, agreements = figure.subplots(1, 2)
-        layers = range(1, len(self.loss) + 1)
-        losses.plot(layers, self.loss, marker=".")
-        agreements.plot(layers, self.agreement, marker=".")
-        losses.set_ylabel("loss (nats per token)")
-        agreements.set_ylabel("agreement with the last layer")
-        agreements.set_ylim(0, 1.02)
-        for axes in (losses, agreements):
-            axes.set_xlabel("exit layer")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid(alpha=0.3)
-        figure.suptitle(self.model_name)
-        return saved("ExitReport.plot", figure, path)
 
 
 def exit_report(

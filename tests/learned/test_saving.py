@@ -317,8 +317,7 @@ def test_a_model_that_is_gone_is_known_when_it_comes_again(tmp_path: Path) -> No
     """Though nothing was written yet, and its texts can be forgotten."""
     for texts in ((FIRST, SECOND), (THIRD,)):
         spec, model = SelfSpec(Lookup(), cache_dir=tmp_path), tiny_llama(4)
-        for ids in texts:
-            call(model, spec, ids, writes=False)
+        assert [call(model, spec, ids, writes=False) for ids in texts]
         del model
         gc.collect()
     knowledge.write_all()

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from packaging import version
-from PIL import Image
-from transformers import AutoConfig, LlavaProcessor, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-from transformers.models.clip import CLIPImageProcessorPil
 
 from helpers.architectures import build as build_text
-from helpers.calls import PAST, calls
+from helpers.calls import PAST
 from helpers.models import BATCH, ragged_batch, tiny_llama
 from helpers.multimodal import IMAGE, MODELS, OUTSIDE, QWEN, build, prompt_of, undamped
 from hf_selfspec import FixedLength, OnTheFlySearch, SelfSpec, TopKTree
@@ -174,21 +171,6 @@ def test_other_calls(name: str, call: str) -> None:
     """The probe of ``layerskip`` feeds tokens again, none of those that stood for an image."""
     spec = SelfSpec.layerskip() if call == "short first turn" else SPEC
     assert torch.equal(CALLS[call](name, spec), CALLS[call](name, None))
-
-
-def test_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
-    token, size = tokenizer.convert_ids_to_tokens(IMAGE), {"height": 8, "width": 8}
-    images = CLIPImageProcessorPil(size=size, crop_size=size)
-    settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    processor = LlavaProcessor(images, tokenizer, image_token=token, **settings)
-    pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
-    makes: dict[str, Any] = {"model": _model("llava"), "processor": processor}
-    given: dict[str, Any] = {"images": [Image.fromarray(one) for one in pixels], "text": [f"ab{token}cd", f"{token}w"]}
-    given["max_new_tokens"], spec = 12, SelfSpec(EarlyExit(2), FixedLength(3))
-    pipe = pipeline("image-text-to-text", **makes)
-    expected = pipe(**given)
-    assert pipe(**given, generate_kwargs={"assistant": spec}) == expected
-    assert calls(spec) == 1
 
 
 def test_a_second_tower_of_as_many_layers() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,15 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     assert found.results["methods"][1]["acceptance_rate"] is not None
     folder = tmp_path / "out"
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(found.results))
-    report = (folder / "report.md").read_text()
-    assert str(found) in report
+    assert str(found) in (folder / "report.md").read_text()
     machine = f"torch uses {torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} thread(s) of "
-    assert machine in report
     assert machine in found.results["about"]["machine"]
     assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SettingError, match="'doc' is not supported"):
+        found.plot(folder / "speed.doc")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingError, match=r"Comparison\.plot draws with matplotlib.*pip install matplotlib"):
+        found.plot()
 
 
 def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:

@@ -1,8 +1,6 @@
 """What is told of a model: of its config, and loss, accuracy and agreement of every exit, by hand."""
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,7 +166,7 @@ def test_what_is_refused(tokenizer: Any, llama: LlamaForCausalLM) -> None:
             exit_report(model, tokenizer, texts, **options)
 
 
-def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table() -> None:
     report = ExitReport((10.25, 4.0, 2.5), (0.0, 0.25, 0.5), (0.125, 0.75, 1.0), 4321, "org/model")
     assert [line.split() for line in str(report).splitlines()] == [
         ["org/model,", "4321", "tokens"],
@@ -177,17 +175,6 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ["2", "4.000", "+1.500", "0.250", "0.750"],
         ["3", "2.500", "+0.000", "0.500", "1.000"],
     ]
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    figure = report.plot(tmp_path / "exits.svg")  # without a window
-    lines = [line for axes in figure.axes for line in axes.get_lines()]
-    assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3]] * 2
-    assert [list(line.get_ydata()) for line in lines] == [[10.25, 4.0, 2.5], [0.125, 0.75, 1.0]]
-    assert "<svg" in (tmp_path / "exits.svg").read_text()
-    with pytest.raises(SelfSpecError, match="'doc' is not supported"):
-        report.plot(tmp_path / "exits.doc")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SelfSpecError, match=r"ExitReport\.plot draws with matplotlib.*pip install matplotlib"):
-        report.plot()
 
 
 NAMES = ("llama", "gpt2", "bloom", "gemma2", "deepseek_v3", "gpt_neo", "qwen3_next", "mamba2", "opt", "mixtral")
