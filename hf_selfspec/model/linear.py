@@ -36,6 +36,8 @@ _SMALLEST = 2**16
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # Those for which the seconds of all linear layers of a model are known before its first draft; others lie on lines.
 _PRICED = (1, 4, 16)
+# The share of one token's time for each further one from which on the next tokens are taken to cost as much.
+_STEEP = 0.6
 # How many of a weight's numbers one timed run multiplies per thread (1 ms), and the factor of which its number of rows
 # is a multiple, as in most weights. A third of a 2688 x 1024 weight takes less than a third of the time with BLAS and
 # more than that with oneDNN.
@@ -136,14 +138,14 @@ def added_seconds(view: ModelView) -> Callable[[int], float] | None:
                 other += weight.numel()
     if torch.is_autocast_enabled("cpu") or sum(len(each) * each[0].numel() for each in alike.values()) <= other:
         return None
-    seconds = [
-        sum(
-            len(weights) * (_fastest if _has_ways(weights[0]) else _usual).way(count, weights[0], weights)[1]
-            for weights in alike.values()
-        )
-        for count in _PRICED
-    ]
-    slope = (seconds[-1] - seconds[-2]) / (_PRICED[-1] - _PRICED[-2])
+    tuners = [(_fastest if _has_ways(weights[0]) else _usual, weights) for weights in alike.values()]
+    seconds, slope = list[float](), 0.0
+    for before, count in zip((0, *_PRICED), _PRICED, strict=False):
+        if slope > _STEEP * sum(seconds[:1]):
+            seconds.append(seconds[-1] + slope * (count - before))
+            continue
+        seconds.append(sum(len(each) * tuner.way(count, each[0], each)[1] for tuner, each in tuners))
+        slope = (seconds[-1] - seconds[-2]) / (count - before) if before else 0.0
 
     def added(tokens: int) -> float:
         beyond = max(tokens - _PRICED[-1], 0) * slope
