@@ -73,7 +73,7 @@ def _ended(streamer: Any) -> Iterator[None]:
     """Ends a stream whose call fails, for whose next text another thread would wait for ever."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves the reader waiting
         if isinstance(streamer, (TextIteratorStreamer, AsyncTextIteratorStreamer)):
             streamer.end()
         raise

@@ -231,8 +231,8 @@ def generate(args: Namespace) -> None:
     options |= {"streamer": TextStreamer(tokenizer, skip_prompt=True, **as_text), "assistant": drafts}
     try:
         model.generate(**encoded(tokenizer, prompt, model.device), **options)
-    except BaseException:
-        print(flush=True)  # the message about an interruption gets a line of its own
+    except BaseException:  # also an interrupt, whose message gets a line of its own
+        print(flush=True)
         raise
     if (stats := drafts.stats) is not None:  # on stderr, so that only the text goes into a file
         counts = (

@@ -175,7 +175,7 @@ def test_an_attached_head_drafts_in_every_cascade(tmp_path: Path) -> None:
     for call, error, words in (
         (lambda: load_head(other, tmp_path / "block"), SettingError, "made for another model"),
         (lambda: load_head(model, none), SettingError, r"holds no part: .*no kind that is known"),
-        (lambda: load_head(model, 3), SettingTypeError, "must be a folder"),  # type: ignore[arg-type]
+        (lambda: load_head(model, 3), SettingTypeError, "must be a folder"),  # type: ignore[arg-type]  # on purpose
         (lambda: load_mtp(model), SettingError, "MTP"),  # what is attached is none, and the model ships with none
     ):
         with pytest.raises(error, match=words):
