@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import hf_selfspec
+import reference
 from helpers import models_table
 from helpers.architectures import ARCHITECTURES, STATEFUL
 from helpers.multimodal import MODELS
@@ -64,6 +65,10 @@ def test_numbers_of_models_are_those_of_the_tests() -> None:
     assert f"{len(MODELS) - sound} model types that take images" in guide
     assert f"and {sound} that take sound" in guide
     assert f"{len(STATEFUL)} types of text models" in guide
+
+
+def test_the_loop_that_is_shown_is_the_one_that_is_tested() -> None:
+    assert inspect.getsource(reference.generate) in blocks(".github/CONTRIBUTING.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
