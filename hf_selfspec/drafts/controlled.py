@@ -84,7 +84,8 @@ class ControlledDrafter(Drafter):
         self._draft: Draft | None = None
         self._free_takes_part = False  # whether free drafts take part in this round, with what grammars force
         self._tops: Tops | None = None
-        self._lengths: list[int] = []
+        self.look = None if free.findings is None else self._look
+        self._lengths, self._nodes = list[int](), 0  # before the round, and those of a row's tree in it
         self._variants: dict[str, Any] = {name: drafter.variant for name, drafter in others.items()}
         self._note()
 
@@ -126,6 +127,7 @@ class ControlledDrafter(Drafter):
                     return draft
         if size and not self._free_takes_part:
             self._asked = None
+        self._nodes = size
         return self.free.draft(text, trees) if trees else Draft.none(text)
 
     def _free_arm(self, max_new: list[int]) -> str | None:
@@ -136,7 +138,7 @@ class ControlledDrafter(Drafter):
             return FREE
         return MATCHES if self.free.promise(max_new) >= LEAST_SPEEDUP else None
 
-    def look(self, logits: Logits) -> Tops | None:
+    def _look(self, logits: Logits) -> Tops | None:
         self._tops = Tops(logits) if self._free_takes_part else None
         return self._tops
 
@@ -158,7 +160,7 @@ class ControlledDrafter(Drafter):
             drafted, accepted = sum(draft.lengths), sum(draft.accepted(verdicts))
             self.controller.record(self._asked, 0, new, seconds, accepted, drafted)
         else:
-            nodes = logits.shape[1] - 1
+            nodes = self._nodes
             # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.
             self.controller.record(MATCHES if nodes and self._asked is None else self._asked, nodes, new, seconds)
 

@@ -40,7 +40,7 @@ class Drafter:
             source drafted.
         look: called as ``look(logits)`` with a :class:`~hf_selfspec.model.logits.Logits` before :meth:`update`; returns
             what will be read of them, so that the verdict is read in the same transfer.
-        reads_logits: whether :meth:`update` looks at logits; otherwise those of rows that have ended may be missing.
+        reads_logits: whether :meth:`update` looks at logits; otherwise it gets ``None``.
     """
 
     steps: int = 0
@@ -65,7 +65,7 @@ class Drafter:
         Args:
             text: the batch with the new tokens.
             verdicts: for each row what verification decided.
-            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one.
+            logits: ``[b, t + 1, v]`` of the full model at the last token and at each drafted one, if it reads them.
         """
 
     def finish(self, text: Text) -> None:

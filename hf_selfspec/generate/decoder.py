@@ -65,6 +65,7 @@ class Decoder:
         for grammar in self.scorer.grammars:
             grammar.fit(last_logits.shape[-1])
         logits, prefilled = Logits(last_logits[:, None]), moment(last_logits.device)
+        self._width = logits.vocabulary
         verdicts = self._judge(Draft.none(self.text), logits)
         self.stats.prefill_seconds = seconds_between(begun, prefilled)
         self._commit(Draft.none(self.text), verdicts, logits)
@@ -162,7 +163,7 @@ class Decoder:
         stats.round_sizes.append((draft.size, stats.tokens - tokens))
         committed = perf_counter()
         with self._surviving():
-            self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else logits.values)
+            self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else None)
         stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
         self.target.end_round()
 
@@ -190,14 +191,20 @@ class Decoder:
             ).captured
             assert lower is not None
             states = torch.cat([states, lower], dim=1)
-        run = target.verification(start=start, state=states, chooses=self._is_greedy, spreads=False)
+        looks = self.draft.look is not None
+        keeps = self.draft.reads_logits or self.output.keeps_logits or not self._is_greedy
+        needs = ("captured", "logits") if keeps else ("captured",)
+        run = target.verification(
+            start=start, state=states, needs=needs, chooses=self._is_greedy or looks, looks=looks, spreads=False
+        )
         step = target.step(tokens, roots, run, nodes)
-        assert step.logits is not None
         target.verified = step.captured
+        if step.logits is None:
+            return Logits(None, None, step.told, (*tokens.shape, self._width))
         # 16-bit logits have the argmax of their float32 copies, which take more memory, but a CPU is faster with them.
         as_they_are = self._is_greedy and text.ids.device.type != "cpu" and step.logits.itemsize < 4
         values = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
-        return Logits(values, target.active_rows, step.best)
+        return Logits(values, target.active_rows, step.told)
 
     def _judge(self, draft: Draft, logits: Logits, tops: Tops | None = None) -> list[Verdict]:
         common = self.scorer, self.stopper, self.output.done

@@ -154,6 +154,10 @@ class Output:
         self.stats.from_draft = [[] for _ in range(b)]
 
     @property
+    def keeps_logits(self) -> bool:
+        return self._logits is not None
+
+    @property
     def is_finished(self) -> bool:
         return all(self.done)
 

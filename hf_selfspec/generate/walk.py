@@ -75,7 +75,7 @@ def verify(
     # Scores are computed for all nodes at once where processors allow it, and greedy ones are moved at once. On a CPU
     # those of drafts are computed one by one, since none is needed after a rejection, where they are drawn from (top-p
     # sorts the vocabulary for each) or depend on much text. Without a draft there is one node after the text.
-    device = logits.values.device
+    device = text.ids.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.at_once
     if device.type == _ONE_BY_ONE:
@@ -95,7 +95,7 @@ def verify(
             scores = scorer.ahead(text, 0, logits.of_all[:, 0], [not ended for ended in done])[:, None]
         chosen = _chosen(scores, draft, scorer.do_sample) if scores_so_far is None and scores is not None else None
         checked = [] if model_name is None else [logits.of_all.amax(-1)]
-        fetched = read(*unlisted, *(chosen or ()), *checked, along=along)
+        fetched = read(*unlisted, *(chosen or ()), *checked, along=None if along is None else along.pending)
         highest = fetched.pop() if checked else []
     drafted = fetched.pop(0) if draft.listed is None else draft.listed
     if model_name is not None:
@@ -187,10 +187,12 @@ def verify_in_step(
 
 def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, num_rows: int) -> list[Any]:
     """The drafted tokens if they are ``unlisted``, and for all nodes the tokens with the highest logits and these."""
+    if logits.told is not None:
+        return [*read(*unlisted), *logits.best_on_host()]
     if along is None:
         return read(*unlisted, *logits.best)
-    listed, best = read(*unlisted, along=along), along.best(num_rows)
-    return [*listed, *(read(*logits.best) if best is None else best)]
+    listed, best = read(*unlisted, along=along.pending), along.best(num_rows)
+    return [*listed, *(logits.best_on_host() if best is None else best)]
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,7 @@ from .patching import (
     with_states,
 )
 from .plan import LayerPlan, Substitutes
-from .transfer import RowNumbers, upload
+from .transfer import Pending, RowNumbers, upload
 
 _T = TypeVar("_T")
 # The dimension of rows in states [b, s, d], with further dimensions in front in some models.
@@ -44,13 +44,6 @@ _ROW_DIM = -3
 AfterLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 # Maps (layer, state [b, s, d] that enters it) to whether the forward ends there.
 StopFn = Callable[[int, torch.Tensor], bool]
-
-
-class Best(NamedTuple):
-    """The tokens with the highest logits."""
-
-    tokens: torch.Tensor  # [b, s]
-    highest: torch.Tensor  # [b, s] their logits
 
 
 @dataclass
@@ -72,14 +65,17 @@ class ForwardPass:
     ends: Sequence[int] | None = None  # for each row the one token whose logits are needed, None for all of `keep`
     keep: int = 0  # how many of the last tokens need logits, 0 for all; a model may return more
     spreads: bool = True  # whether logits are expanded to rows that have ended
-    chooses: bool = False  # whether the tokens with the highest logits are needed, too; only graphs compute them
+    needs: tuple[str, ...] = ("logits", "captured", "exit_state")  # results that are needed; graphs keep no others
+    # What the host will read of the logits, which only graphs compute: the tokens with the highest ones, the likeliest.
+    chooses: bool = False
+    looks: bool = False
     logits: torch.Tensor | None = field(init=False, default=None)  # [b, s, v]
     # [b, s, n d] the `n` states kept by `capture`, of all tokens if a prompt goes through in pieces.
     captured: torch.Tensor | None = field(init=False, default=None)
     # [b, s, d] output of the last layer; None where the model ran as it is.
     exit_state: torch.Tensor | None = field(init=False, default=None)
     autocast: Autocast | None = field(init=False, default=None)  # the autocast that was on in the last layer
-    best: Best | None = field(init=False, default=None)  # the tokens requested by `chooses`
+    told: Pending | None = field(init=False, default=None)  # what was computed for the host, of a forward as it ran
     is_exact: bool = field(init=False, default=False)  # whether each token's results are those of it alone
     num_exact: int = field(init=False, default=0)  # of how many attention blocks they are by their calls
     skipped: frozenset[int] = field(init=False)  # layers

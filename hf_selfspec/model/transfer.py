@@ -72,23 +72,45 @@ class Pending:
         return _on_host(self.tensors)
 
 
+class Sent(Pending):
+    """Tensors that a device copies to the host, as :func:`in_bytes`, to ``memory`` where others will follow them."""
+
+    def __init__(self, memory: torch.Tensor, like: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._memory, self._like, self._copied = memory, like, torch.get_device_module(device).Event()
+        self._copied.record(torch.get_device_module(device).current_stream(device))
+
+    @cached_property
+    def arrays(self) -> list[np.ndarray]:
+        self._copied.synchronize()
+        return _from_bytes(self._memory, self._like)
+
+
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
     """Returns integer, boolean and float32 tensors of one device as lists, copied together with those of ``along``."""
     arrays = _on_host(tensors if along is None else [*tensors, *along.tensors])
-    if along is not None:
+    if along is not None and along.tensors:
         along.arrays = arrays[len(tensors) :]
     return [array.tolist() for array in arrays[: len(tensors)]]
+
+
+def in_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All numbers of tensors, one after another."""
+    # Torch calls a single number contiguous whatever its stride is, and views none but 1 as bytes.
+    flat = (tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
+    return torch.cat([tensor.view(torch.uint8) for tensor in flat])
+
+
+def _from_bytes(numbers: torch.Tensor, like: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    pieces = zip(numbers.split([tensor.nbytes for tensor in like]), like, strict=True)
+    # A number starts at a multiple of its size.
+    return [piece.clone().view(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     if len(tensors) < 2 or tensors[0].device.type == "cpu":
         return [tensor.cpu().numpy() for tensor in tensors]
-    # Torch calls a single number contiguous whatever its stride is, and views none but 1 as bytes.
-    flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-    in_bytes = [tensor.view(torch.uint8) for tensor in flat]
-    pieces = zip(torch.cat(in_bytes).cpu().split([len(piece) for piece in in_bytes]), tensors, strict=True)
-    # A number starts at a multiple of its size.
-    return [piece.clone().view(like.dtype).view(like.shape).numpy() for piece, like in pieces]
+    return _from_bytes(in_bytes(tensors).cpu(), tensors)
 
 
 class RowNumbers(tuple[int, ...]):

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.model.graphs.captures import capturing
+from hf_selfspec.model.transfer import Pending
 
 THREE = FixedLength(3)
 
@@ -21,15 +22,20 @@ class Traced:
     made: ClassVar[list["Traced"]] = []
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], pool: Any) -> None:
+        def opened(*inputs: torch.Tensor) -> list[Any]:
+            return [[*result.tensors] if isinstance(result, Pending) else result for result in function(*inputs)]
+
         with capturing.during(True):
             function(*inputs)
-            self.graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            self.graph = make_fx(opened, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         self.inputs, self.runs = inputs, 0
         self.made.append(self)
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs: torch.Tensor, needed: Sequence[bool] | None = None) -> Any:
         self.runs += 1
-        return self.graph(*inputs)
+        results = [Pending(*result) if isinstance(result, list) else result for result in self.graph(*inputs)]
+        kept = zip(results, needed or [True] * len(results), strict=True)
+        return [result if is_kept else None for result, is_kept in kept]
 
 
 def few_layers(layers: int = 2) -> LlamaForCausalLM:

@@ -251,7 +251,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*raw_args, **raw_kwargs)
     if name == "_fused_sdp_choice":
         return (SDPBackend.CUDNN_ATTENTION if torch.backends.cuda.cudnn_sdp_enabled() else SDPBackend.MATH).value
-    _count(name, args, here, elsewhere, blocks=not kwargs.get("non_blocking"))
+    _count(name, args, here, elsewhere, blocks=not (kwargs.get("non_blocking") or (name == "copy_" and args[2:])))
+    if name == "copy_" and not isinstance(args[0], Pretended):
+        _streams.current.late.append((args[0], raw_args[1].clone()))
+        return args[0]
     place = torch.device(device) if _is_here(device) else _place_of(name, args, here)
     result = Graph.run(name, _OF_A_CPU.get(name, func), raw_args, raw_kwargs)
     for value in here:
@@ -285,7 +288,10 @@ def _count(name: str, args: Any, here: list[Pretended], elsewhere: list[torch.Te
     if name == "_to_copy" and not here:
         counts.upload("to the device", blocks)
     elif name == "copy_" and elsewhere:
-        counts.upload("copy_", blocks) if isinstance(args[0], Pretended) else counts.read("copy_")
+        if isinstance(args[0], Pretended):
+            counts.upload("copy_", blocks)
+        elif blocks or not vars(args[0].untyped_storage()).get("is_pinned"):
+            counts.read("copy_")
     elif name in _SIZED_BY_VALUES or (
         name in _INDEXES and any(i is not None and i.dtype is torch.bool for i in args[1])
     ):
@@ -324,8 +330,10 @@ class _Called(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
             counts.upload("tensor")
             return Pretended(func(*args, **kwargs | {"device": "cpu"}), torch.device(kwargs["device"]))
-        if func is torch.Tensor.pin_memory:
-            return args[0].clone()
+        if func is torch.Tensor.pin_memory or kwargs.pop("pin_memory", False):
+            pinned = args[0].clone() if func is torch.Tensor.pin_memory else func(*args, **kwargs)
+            vars(pinned.untyped_storage())["is_pinned"] = True
+            return pinned
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
             counts.read("tolist")
             return args[0].raw.tolist()
@@ -344,7 +352,9 @@ class _Event:
         self.at, self.known = time.perf_counter(), (stream or _streams.current).known()
 
     def synchronize(self) -> None:
-        pass
+        if any(count > _Stream.finished[stream] for stream, count in self.known.items()):
+            counts.read("event")
+        _streams.current.deliver()
 
     def elapsed_time(self, later: _Event) -> float:
         return 1e3 * (later.at - self.at)
@@ -360,6 +370,7 @@ class _Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream, self.launched = next(_numbers), 0
+        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies to the host that nobody has waited for yet
         self.has_scratch = False  # whether a library has memory there that may be freed before a graph is
         self._waited: Counter[_Stream] = Counter()
 
@@ -379,8 +390,15 @@ class _Stream:
 
     def finish(self) -> None:
         """The host waits, and hands over what it does later to whatever stream afterwards."""
+        self.deliver()
         with _finishing:
             _Stream.finished |= self.known()
+
+    def deliver(self) -> None:
+        """Copies what the host waits for, which it would not find without that."""
+        for memory, value in self.late:
+            memory.copy_(value)
+        self.late.clear()
 
     def synchronize(self) -> None:
         counts.read("synchronize")

@@ -174,7 +174,7 @@ class Replay:
         self.now += seconds_of(self.table, active * (draft.size + 1)) * self.random.gauss(1, 0.02)
         self.now += self.disturbed.get(len(self.timeline), 0.0)
         verdicts, self._tops = self._judged(draft)
-        drafter.look(Logits(torch.zeros(0)))
+        drafter.look and drafter.look(Logits(torch.zeros(0, 0, 0)))
         for row, verdict in enumerate(verdicts):
             self.done[row] += len(verdict.tokens)
         drafter.update(self._text(), verdicts, torch.zeros(len(verdicts), draft.size + 1, 0))

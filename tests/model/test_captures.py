@@ -230,7 +230,7 @@ def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.Monke
     known, pool, inputs = ModelGraphs((), "Tiny"), BufferPool(), [torch.ones(2)]
 
     def find() -> Any:
-        return known.find("one", pool, lambda values: [values * 2], inputs)
+        return known.find("one", pool, lambda values: [values * 2], inputs, inputs[0].device)
 
     assert find() is None
     with monkeypatch.context() as patch:
@@ -284,7 +284,8 @@ def test_graphs_begin_anew_when_there_are_too_many(machine: Machine) -> None:
     known.pools = (pool,)
     for count in (1, 2, 1, 2):
         key = len(Traced.made)
-        found = [known.find(key, pool, lambda values: [values * 2], [torch.ones(2)]) for _ in range(2)]
+        inputs = [torch.ones(2)]
+        found = [known.find(key, pool, lambda values: [values * 2], inputs, inputs[0].device) for _ in range(2)]
         assert found[-1] is not None
         assert known.count == count
 

@@ -112,13 +112,13 @@ def test_of_equal_logits_the_first_is_the_best(vocabulary: int) -> None:
         found[0, 0, torch.randperm(vocabulary, generator=torch.Generator().manual_seed(equal))[:equal]] = 9.0 + equal
         logits = Logits(found)
         best = found.numpy().argmax(-1).tolist()
-        assert logits.best.tokens.tolist() == best
+        assert logits.best[0].tolist() == best
         sure = Tops(logits).best(2)
         assert sure == (None if equal > 7 else (best, found.amax(-1).tolist()))
     found[0, 4, 70:] = torch.nan
     logits = Logits(found)
-    assert logits.best.tokens.tolist() == found.numpy().argmax(-1).tolist()
-    assert logits.best.highest.nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
+    assert logits.best[0].tolist() == found.numpy().argmax(-1).tolist()
+    assert logits.best[1].nan_to_num(-1).tolist() == found.amax(-1).nan_to_num(-1).tolist()
     assert Tops(logits).best(2) is None
 
 

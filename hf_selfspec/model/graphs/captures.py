@@ -18,6 +18,7 @@ import torch
 
 from ..forks import new_lock
 from ..patching import PerThread
+from ..transfer import Pending, Sent, in_bytes
 
 # Forwards before a capture, in which libraries choose their kernels.
 _WARM_UPS = 2
@@ -30,7 +31,8 @@ _FEW = (1, 8, 32)
 # computed).
 _FEWEST_SLOTS, _STEP, _LEAST_SHARE = 128, 4096, 8
 
-Run = Callable[..., Sequence[torch.Tensor]]
+# Returns tensors, one :class:`Pending` among them at most, and ``None``.
+Run = Callable[..., Sequence[Any]]
 
 # Held while numbers are drawn, and while a device has another generator of them.
 drawing = new_lock()
@@ -117,7 +119,7 @@ class CapturePool:
     """What captured forwards of a model share: memory, which each of them overwrites, so that one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.handle, self.lock = torch.cuda.graph_pool_handle(), new_lock()
+        self.handle, self.lock, self.device = torch.cuda.graph_pool_handle(), new_lock(), device
         self.captures = torch.cuda.Stream(device, priority=-1)  # which others hardly use
         if self.captures.cuda_stream in _taken:
             torch._C._cuda_clearCublasWorkspaces()  # of other graphs, which keep the memory itself
@@ -138,18 +140,26 @@ class Captured:
     """The kernels of a forward, which read its inputs from memory of their own, and all of which one launch runs."""
 
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], pool: CapturePool) -> None:
-        self._pool, self._device, self._graph = pool, inputs[0].device, torch.cuda.CUDAGraph()
+        self._pool, self._device, self._graph = pool, pool.device, torch.cuda.CUDAGraph()
+        self._packed: Any = None  # what the host gets, as bytes, and its place there, of pinned memory
+        self._on_host: Any = None
+        self._sent: Sent | None = None
         with pool.alone(self._device), capturing.during(True):
+            on_device = [value.to(self._device, non_blocking=True) for value in inputs]
             for _ in range(_WARM_UPS):
-                function(*inputs)
+                function(*on_device)
             torch.cuda.empty_cache()  # which is not done while something is captured
             with torch.cuda.stream(pool.captures):
                 self._begin()
                 try:
-                    self._inputs = [torch.empty_like(value) for value in inputs]
+                    self._inputs = [torch.empty_like(value) for value in on_device]
                     self._results = function(*self._inputs)
+                    for pending in (result for result in self._results if isinstance(result, Pending)):
+                        self._packed = in_bytes(pending.tensors)
                 finally:
                     self._graph.capture_end()
+            if self._packed is not None:
+                self._on_host = torch.empty(self._packed.shape, dtype=torch.uint8, pin_memory=True)
 
     def _begin(self) -> None:
         """Begins a capture in which work of other threads goes on, and is no part of it. Torch (2.11; 2.13 no longer)
@@ -166,9 +176,21 @@ class Captured:
             finally:
                 device.graphsafe_set_state(usual)
 
-    def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    def __call__(self, *inputs: torch.Tensor, needed: Sequence[bool] | None = None) -> list[Any]:
+        """The results, those that are ``needed``, ``None`` in the place of others; inputs may be on the host."""
+        if self._sent is not None:
+            self._sent.arrays  # noqa: B018 (reads them, if nobody has, before others take their place)
         with self._pool.alone(self._device):
             for memory, value in zip(self._inputs, inputs, strict=True):
-                memory.copy_(value)
+                memory.copy_(value, non_blocking=True)
             self._graph.replay()
-            return [value.clone() for value in self._results]
+            kept = zip(self._results, needed or [True] * len(self._results), strict=True)
+            return [self._kept(result) if is_kept else None for result, is_kept in kept]
+
+    def _kept(self, result: Any) -> Any:
+        """A result apart from the graph's memory, to which others may write next."""
+        if not isinstance(result, Pending):
+            return None if result is None else result.clone()
+        self._on_host.copy_(self._packed, non_blocking=True)
+        self._sent = Sent(self._on_host, result.tensors, self._device)
+        return self._sent

@@ -23,13 +23,14 @@ from ..anatomy import Anatomy
 from ..attention.exact import float32_precisions, reduced_precision
 from ..attention.interface import MaskSpec
 from ..cache.speculative_cache import SpeculativeCache
-from ..forward_pass import Best, ForwardPass
+from ..forward_pass import ForwardPass
 from ..kernels.experts import experts_by_size
 from ..layout import StepTokens, TreeLayout
+from ..logits import likeliest
 from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
-from ..transfer import read
+from ..transfer import Pending, read, upload
 from .captures import SIZES, NoGraphError, Run, capturing, size_for
 from .model_graphs import COMPARISONS, POOLS, Graph, ModelGraphs, graphs_of
 
@@ -43,7 +44,7 @@ _LARGEST = 1e4  # larger numbers do not count then: they mask logits
 _KEPT = 1 / 8
 
 
-# What a forward returns: tensors, and the likeliest tokens; ``None`` in place of what was not computed.
+# What a forward returns: tensors, and what the host gets first; ``None`` in place of what was not computed.
 Outcome = tuple[Any, ...]
 
 
@@ -110,22 +111,20 @@ class GraphRunner:
             *([] if window is None else [window.bases.on(device).expand(b, 1)]),
         ]
         # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
-        parts = (is_whole, run.plan, run.start, run.stop, run.capture, run.chooses, window and window.capacity)
+        told = run.chooses, run.looks
+        parts = (is_whole, run.plan, run.start, run.stop, run.capture, told, window and window.capacity)
 
-        def unpadded(results: Sequence[torch.Tensor]) -> Outcome:
-            values = iter(results)
-            logits = next(values)[:, :s] if is_whole else None
-            captured = next(values)[..., :s, :] if run.capture else None
-            exit_state = next(values)[..., :s, :]
-            return logits, captured, exit_state, Best(*(choice[:, :s] for choice in values)) if run.chooses else None
+        def unpadded(results: Sequence[Any]) -> Outcome:
+            return results[0], *(None if result is None else result[..., :s, :] for result in results[1:])
 
         def eager() -> Outcome:
             run.captured = run.exit_state = None  # perhaps those of a comparison
-            return target.run_eagerly(step_tokens, run), run.captured, run.exit_state, None
+            return None, target.run_eagerly(step_tokens, run), run.captured, run.exit_state
 
         forward = partial(self._forward, run, nodes is not None)
-        outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager)
-        logits, run.captured, run.exit_state, run.best = outcome
+        needed = (True, *(name in run.needs for name in ("logits", "captured", "exit_state")))
+        outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager, needed)
+        run.told, logits, run.captured, run.exit_state = outcome
         return logits
 
     def run_head(
@@ -145,20 +144,21 @@ class GraphRunner:
         cache: SpeculativeCache,
         unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
         eager: Callable[[], Outcome],
+        needed: Sequence[bool] | None = None,
     ) -> Outcome:
         """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
         where ``cache`` has its buffers; those of the model's own code, ``eager``, where there is no graph."""
-        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), inputs[0].device
+        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.target.model.device
         modes = _modes(device), self.target.autocast, device
         key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
         assert cache.pool is not None
         begun = perf_counter()
-        graph = self.graphs.find(key, cache.pool, forward, inputs)
+        graph = self.graphs.find(key, cache.pool, forward, inputs, device)
         self.target.waited_seconds += perf_counter() - begun
         if graph is not None and (run := graph.run) is not None:
             try:
                 if graph.compared >= COMPARISONS and not (self.compares and graph not in self._compared_here):
-                    return unpadded(run(*inputs))
+                    return unpadded(run(*inputs, needed=needed))
                 return self._compared(graph, unpadded(run(*inputs)), lambda: unpadded(forward(*inputs)), eager)
             except Exception as error:  # of a device, else the model's own code raises it again
                 self.graphs.failed(error, graph)
@@ -182,17 +182,19 @@ class GraphRunner:
                 rounded = _ROUNDINGS * max(reduced, *(torch.finfo(dtype).eps for dtype in dtypes))
                 by_filling, least = _apart(own, expected), min(rounded, _REPLAYED)
                 excesses += [by_filling / min(rounded, _FILLED), _apart(replayed, own) / by_filling.clamp(min=least)]
-        if isinstance(best := of_graph[-1], Best):
-            highest = (scores := of_graph[0].float()).gather(-1, best.tokens[..., None])[..., 0]
-            excesses.append(2.0 * (torch.stack([highest, best.highest]) != scores.amax(-1)).any())
+        if isinstance(told := of_graph[0], Pending):
+            scores = of_graph[1].float()
+            tokens, highest = (upload(part, scores.device)[:, : scores.shape[1]] for part in told.arrays[:2])
+            at_tokens = scores.gather(-1, tokens[..., None])[..., 0]
+            excesses.append(2.0 * (torch.stack([at_tokens, highest]) != scores.amax(-1)).any())
         if not all(excess <= 1 for excess in read(torch.stack(excesses))[0]):
             raise NoGraphError("its results are not those of the model's own code")
         graph.compared += 1
         self._compared_here.add(graph)
         return of_code
 
-    def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Logits, captured state, exit state and choices, those that exist, with tensor operations alone."""
+    def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[Any]:
+        """What the host is told of the logits, these, captured state and exit state, with tensor operations alone."""
         target, cache, values = self.target, self.target.cache, iter(inputs)
         tokens, cursor, last = next(values), next(values), next(values)
         tree = TreeLayout.of_packed(next(values)) if is_tree else None
@@ -213,11 +215,11 @@ class GraphRunner:
         kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
         with cache.written_at(slots, bases), experts_by_size(target.model):
             logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
-        results = [value for value in (logits, run.captured, run.exit_state) if value is not None]
+        told: Pending | None = None
         if run.chooses and logits is not None:
             scores = logits.float()
-            results += [scores.argmax(-1), scores.amax(-1)]
-        return results
+            told = Pending(scores.argmax(-1), scores.amax(-1), *(likeliest(scores) if run.looks else ()))
+        return [told, logits, run.captured, run.exit_state]
 
 
 def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:

@@ -71,7 +71,9 @@ class ModelGraphs:
     def count(self) -> int:
         return sum(graph.run is not None for pool in self.pools for graph in list(pool.graphs.values()))
 
-    def find(self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor]) -> Graph | None:
+    def find(
+        self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> Graph | None:
         """The graph of a ``function`` for ``key``, all that it depends on but the values of ``inputs``; ``None`` if
         there is none. What else it reads and writes is in ``pool``, which no other thread uses meanwhile."""
         with self._lock:
@@ -79,10 +81,10 @@ class ModelGraphs:
                 uses = self._uses[key] = self._uses.pop(key, 0) + 1
                 if len(self._uses) > _COUNTED:
                     del self._uses[next(iter(self._uses))]
-                if uses < _USES or not self._has_room(inputs[0].device):
+                if uses < _USES or not self._has_room(device):
                     return None
         if graph is None:
-            graph = pool.graphs[key] = self._made(function, inputs)
+            graph = pool.graphs[key] = self._made(function, inputs, device)
         return None if graph.run is None else graph
 
     def are_awaited(self, key: Hashable) -> bool:
@@ -102,8 +104,8 @@ class ModelGraphs:
                 pool.graphs.clear()
         return True
 
-    def _made(self, function: Run, inputs: Sequence[torch.Tensor]) -> Graph:
-        device, name, began = inputs[0].device, f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
+    def _made(self, function: Run, inputs: Sequence[torch.Tensor], device: torch.device) -> Graph:
+        name, began = f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
         graph = Graph()
         try:
             with _capturing:
