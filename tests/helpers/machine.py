@@ -53,12 +53,11 @@ class Machine:
         self._set(walk, "_ONE_BY_ONE", "none")
 
     def graphs_are_taken(self) -> None:
-        """A CPU has graphs (see :class:`Traced`), which are made early."""
+        """A CPU has graphs (see :class:`Traced`)."""
         self._set(graph_runner, "DEVICES", {"cpu"})
         self._set(model_graphs, "Captured", Traced)
         self._set(Traced, "made", [])
         self._set(model_graphs, "CapturePool", Mock())
-        self._set(model_graphs, "_USES", 2)
         self._set(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
         self._set(torch.cuda, "current_stream", Mock())
         self._set(torch.Tensor, "record_stream", lambda tensor, stream: None)

@@ -143,14 +143,16 @@ def measure(
         with here():
             return is_plain(call)
 
-    calls, are_same, curve = list[Any](), list[bool](), partial(CostCurve, False, is_frozen=True)
+    calls, are_same, made, curve = list[Any](), list[bool](), list[int](), partial(CostCurve, False, is_frozen=True)
     for number, (width, new) in enumerate(lengths):
         inputs = _prompts(rows, width, number)
         calls.append((number, inputs, new, generated(inputs, new)))
     with ExitStack() as stack:
         for owner, name, value in (
             (controller, "CostCurve", lambda rows=1, **_: curve(rows=rows)),  # times tell nothing
-            (experts, "has_grouped_kernel", lambda weight: True),  # as of bfloat16, which is not exact
+            # As of bfloat16, which is not exact.
+            (experts, "has_grouped_kernel", lambda weight: True),
+            (model_graphs, "has_grouped_kernel", lambda weight: True),
             (graph_runner, "COMPARISONS", 1 << 30 if is_compared else graph_runner.COMPARISONS),
             (Target, "step", counting(Target.step, "forwards")),
             (Decoder, "_round", counting(Decoder._round, "rounds")),
@@ -166,6 +168,7 @@ def measure(
             seen.clear()
             with ThreadPoolExecutor(max(threads, 1)) as pool:
                 are_same += pool.map(in_thread, [call] * threads) if threads else [is_plain(call)]
+            made.append(model_graphs.graphs_of(model).count)
     replays, rounds, reads = counts.launches["graph"], seen["rounds"], counts.reads.total()
     return {
         "same": all(are_same),
@@ -177,7 +180,8 @@ def measure(
         "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
         "replays": replays / seen["forwards"],
         "launches": (counts.launches.total() - replays) / rounds,
-        "graphs": model_graphs.graphs_of(model).count,
+        "graphs": made[-1],
+        "first": made[0],  # graphs of the first call
         "warnings": [str(warning.message) for warning in told],
     }
 

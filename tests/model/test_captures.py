@@ -229,18 +229,20 @@ def test_a_batch_that_ends_unevenly() -> None:
 def test_a_capture_that_was_interrupted_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     known, pool, inputs = ModelGraphs((), "Tiny"), BufferPool(), [torch.ones(2)]
 
-    def find() -> Any:
-        return known.find("one", pool, lambda values: [values * 2], inputs, inputs[0].device)
+    def made() -> Any:
+        graph = known.find("one", pool, inputs[0].device)
+        assert graph is not None
+        if graph.run is None:
+            known.make(graph, lambda values: [values * 2], inputs)
+        return graph
 
-    assert find() is None
     with monkeypatch.context() as patch:
         patch.setattr(Traced, "__init__", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            find()
-    graph = find()
-    assert graph is not None
+            made()
+    graph = made()
     assert graph.run(*inputs)[0].tolist() == [2.0, 2.0]
-    assert find() is graph
+    assert made() is graph
 
 
 def test_what_graphs_hold() -> None:
@@ -248,7 +250,7 @@ def test_what_graphs_hold() -> None:
     model = few_layers(3)
     same_ids(model, specs()["exit"])
     assert {sum("masked_fill" in str(node.target) for node in made.graph.graph.nodes) for made in Traced.made} == {1}
-    gone = weakref.ref(model), weakref.ref(graphs_of(model).pools[0])
+    gone = weakref.ref(model), weakref.ref(graphs_of(model).pools.all[0])
     Traced.made.clear()
     del model
     gc.collect()
@@ -278,16 +280,31 @@ def test_rounds_without_the_graph_that_is_to_come_price_nothing(monkeypatch: pyt
     assert all(priced)
 
 
-def test_graphs_begin_anew_when_there_are_too_many(machine: Machine) -> None:
+def test_the_graph_that_was_not_used_for_longest_goes_when_there_are_too_many(machine: Machine) -> None:
     machine.graphs_are_few(2)
-    known, pool = ModelGraphs((), "Tiny"), BufferPool()
-    known.pools = (pool,)
-    for count in (1, 2, 1, 2):
-        key = len(Traced.made)
-        inputs = [torch.ones(2)]
-        found = [known.find(key, pool, lambda values: [values * 2], inputs, inputs[0].device) for _ in range(2)]
-        assert found[-1] is not None
-        assert known.count == count
+    known, inputs = ModelGraphs((), "Tiny"), [torch.ones(2)]
+    new = list[str]()
+    for key in "abacabc":
+        graph = known.find(key, known.pools.all[0], inputs[0].device)
+        assert graph is not None
+        if graph.run is None:
+            new.append(key)
+            known.make(graph, lambda values: [values * 2], inputs)
+    assert "".join(new) == "abcbc"
+    assert known.count == 2
+
+
+def test_graphs_of_four_settings_are_kept() -> None:
+    """As of adapters between which calls switch; all have the same memory for keys and values."""
+    model, spec = few_layers(), specs()["exit"]
+    norm: Any = model.model.norm
+    made = list[int]()
+    for norm.setting in (1, 2, 3, 4, 1, 4, 5, 2):
+        same_ids(model, spec)
+        made.append(len(Traced.made))
+    first = made[0]
+    assert [after - before for before, after in itertools.pairwise(made)] == [first] * 3 + [0, 0, first, first]
+    assert sum(pool.bytes > 0 for pool in graphs_of(model).pools.all) == 1
 
 
 def test_weights_within_weights_are_looked_at() -> None:
@@ -304,9 +321,9 @@ def test_weights_within_weights_are_looked_at() -> None:
 
 def test_as_many_calls_have_graphs_as_there_are_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more is told that it has none, and is as if there were none. Afterwards pools keep their memory as long as
-    all of it is little."""
-    known, device = ModelGraphs((), "Tiny"), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 10))  # of which pools keep 128 bytes
+    all of it is little, or much is free."""
+    known, device, free = ModelGraphs((), "Tiny"), torch.device("cuda", 0), [1 << 7]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 10))  # of which pools keep 128 bytes
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     targets: list[Any] = [
         SimpleNamespace(model=SimpleNamespace(device=device), cache=SpeculativeCache(1, 1, 2000), graphs=known)
@@ -323,7 +340,11 @@ def test_as_many_calls_have_graphs_as_there_are_pools(monkeypatch: pytest.Monkey
         for target in targets:
             target.cache.seek([2100], 1)
         assert [target.cache.capacity for target in targets] == [4096] * POOLS + [2560]
-    assert [pool.bytes for pool in known.free] == [64, 64, 0, 0]
+    assert [pool.bytes for pool in known.pools.free] == [64, 64, 0, 0]
+    free[0] = 1 << 9
+    with GraphRunner(targets[0], known, False).running():
+        targets[0].cache.pool.buffer("keys", (100,), torch.ones(1))
+    assert [pool.bytes for pool in known.pools.free] == [64, 64, 0, 400]
 
 
 def test_an_error_leaves_the_memory_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

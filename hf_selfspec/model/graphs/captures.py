@@ -20,11 +20,9 @@ from ..forks import new_lock
 from ..patching import PerThread
 from ..transfer import Pending, Sent, in_bytes
 
-# Forwards before a capture, in which libraries choose their kernels.
-_WARM_UPS = 2
 # Sizes of forwards in tokens; other numbers are padded to the next size.
 SIZES = (1, 2, 4, 8, 16, 32)
-# Of these there are few where further tokens cost next to nothing: each is a capture, and forwards before it.
+# Of these there are few where further tokens cost next to nothing: each is a capture, and forwards beside it.
 _FEW = (1, 8, 32)
 # Capacities are powers of two up to 4,096 slots, then multiples of that, and above 65,536 an eighth more at each step.
 # Attention over 4,096 empty slots reads 0.5 GiB for nothing in an 8B model (32 layers, 8 heads of 128, bfloat16;
@@ -77,7 +75,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._pieces: dict[Hashable, list[torch.Tensor]] = {}  # from small to large
-        self.graphs: dict[Hashable, Any] = {}
+        self.graphs: dict[Any, Any] = {}  # the one that was used last at the end
         self._left: Any = None  # the moment at which the last generation's work there is done
 
     @property
@@ -137,7 +135,8 @@ class CapturePool:
 
 
 class Captured:
-    """The kernels of a forward, which read its inputs from memory of their own, and all of which one launch runs."""
+    """The kernels of a forward, which has run before, so that libraries have chosen them and have their memory. They
+    read its inputs from memory of their own, and one launch runs all of them."""
 
     def __init__(self, function: Run, inputs: Sequence[torch.Tensor], pool: CapturePool) -> None:
         self._pool, self._device, self._graph = pool, pool.device, torch.cuda.CUDAGraph()
@@ -145,14 +144,10 @@ class Captured:
         self._on_host: Any = None
         self._sent: Sent | None = None
         with pool.alone(self._device), capturing.during(True):
-            on_device = [value.to(self._device, non_blocking=True) for value in inputs]
-            for _ in range(_WARM_UPS):
-                function(*on_device)
-            torch.cuda.empty_cache()  # which is not done while something is captured
             with torch.cuda.stream(pool.captures):
                 self._begin()
                 try:
-                    self._inputs = [torch.empty_like(value) for value in on_device]
+                    self._inputs = [torch.empty_like(value) for value in inputs]
                     self._results = function(*self._inputs)
                     for pending in (result for result in self._results if isinstance(result, Pending)):
                         self._packed = in_bytes(pending.tensors)

@@ -31,7 +31,7 @@ from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
 from ..transfer import Pending, read, upload
-from .captures import SIZES, NoGraphError, Run, capturing, size_for
+from .captures import SIZES, Run, capturing, size_for
 from .model_graphs import COMPARISONS, POOLS, Graph, ModelGraphs, graphs_of
 
 # The devices that have graphs, with the interface of ``torch.cuda``.
@@ -40,8 +40,10 @@ DEVICES = {"cuda"}
 # most: a graph and the same forward without it; this and the model's own, where rounding may choose other experts.
 _REDUCED, _ROUNDINGS, _REPLAYED, _FILLED = 2.0**-10, 32.0, 2.0**-9, 2.0**-3
 _LARGEST = 1e4  # larger numbers do not count then: they mask logits
-# The share of a GPU's memory that keys and values of calls that are over may take; beyond it calls make new graphs.
-_KEPT = 1 / 8
+# Keys and values of calls that are over may take this share of a GPU's memory, and more as long as the other one is
+# free; beyond it calls make new graphs.
+_KEPT, _FREE = 1 / 8, 1 / 4
+_FEW_ROWS = 8  # whose memory is little although most of it is empty
 
 
 # What a forward returns: tensors, and what the host gets first; ``None`` in place of what was not computed.
@@ -56,6 +58,8 @@ class GraphRunner:
     graphs: ModelGraphs
     compares: bool  # whether each call compares results: unknown code may compute with numbers that change
     _compared_here: set[Graph] = field(default_factory=set)
+    # The layouts of lines, by their number of tokens and the size that this is filled to.
+    _lines: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def install(cls, target: Target, device: torch.device, compares: bool) -> None:
@@ -71,7 +75,7 @@ class GraphRunner:
         """Keeps this generation's keys and values where graphs look for them."""
         graphs, cache, device = self.graphs, self.target.cache, self.target.model.device
         try:
-            pool = graphs.free.pop()
+            pool = graphs.pools.free.pop()
         except IndexError:
             self.target.graphs = None
             warn_once(
@@ -84,13 +88,19 @@ class GraphRunner:
             pool.take(device)
             cache.pool = pool
             cache.reserve(SIZES[-1])  # tokens are padded
+            if len(cache.cursors) <= _FEW_ROWS:
+                cache.capacity = max(cache.capacity, graphs.fewest_slots)
             yield
         finally:
-            kept = sum(other.bytes for other in (pool, *graphs.free))
-            if graphs.refused or kept > _KEPT * torch.cuda.mem_get_info(device)[1]:
+            kept, (free, total) = (
+                sum(other.bytes for other in (pool, *graphs.pools.free)),
+                torch.cuda.mem_get_info(device),
+            )
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if graphs.refused or (kept > _KEPT * total and free < _FREE * total):
                 pool.clear()
             pool.leave(device)
-            graphs.free.append(pool)
+            graphs.pools.free.append(pool)
 
     def run(self, step_tokens: StepTokens, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph where there is one."""
@@ -102,11 +112,16 @@ class GraphRunner:
         if size is None or self.graphs.refused:
             return target.run_eagerly(step_tokens, run)
         target.cache.seek(step_tokens.starts, size)
+        layout = None if nodes is None else _filled_layout(nodes.packed(device), size)
+        if layout is None and size > 1:  # as a tree, so that one graph serves both
+            if (s, size) not in self._lines:
+                self._lines[s, size] = _filled_layout(TreeLayout.of_tree([range(s - 1)]).packed(device), size)
+            layout = self._lines[s, size].expand(b, -1, -1)
         inputs = [
             _filled(tokens, size),
             step_tokens.starts.on(device).expand(b, 1),
             torch.full((b, 1), step_tokens.last, device=device),
-            *([] if nodes is None else [_filled_layout(nodes.packed(device), size)]),
+            *([] if layout is None else [layout]),
             *([] if run.state is None else [_filled(run.state, size)]),
             *([] if window is None else [window.bases.on(device).expand(b, 1)]),
         ]
@@ -121,7 +136,7 @@ class GraphRunner:
             run.captured = run.exit_state = None  # perhaps those of a comparison
             return None, target.run_eagerly(step_tokens, run), run.captured, run.exit_state
 
-        forward = partial(self._forward, run, nodes is not None)
+        forward = partial(self._forward, run, layout is not None)
         needed = (True, *(name in run.needs for name in ("logits", "captured", "exit_state")))
         outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager, needed)
         run.told, logits, run.captured, run.exit_state = outcome
@@ -152,28 +167,39 @@ class GraphRunner:
         modes = _modes(device), self.target.autocast, device
         key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
         assert cache.pool is not None
-        begun = perf_counter()
-        graph = self.graphs.find(key, cache.pool, forward, inputs, device)
-        self.target.waited_seconds += perf_counter() - begun
-        if graph is not None and (run := graph.run) is not None:
-            try:
-                if graph.compared >= COMPARISONS and not (self.compares and graph not in self._compared_here):
-                    return unpadded(run(*inputs, needed=needed))
-                return self._compared(graph, unpadded(run(*inputs)), lambda: unpadded(forward(*inputs)), eager)
-            except Exception as error:  # of a device, else the model's own code raises it again
-                self.graphs.failed(error, graph)
-        self.target.unrepresentative_forwards += self.graphs.are_awaited(key)
+        if (graph := self.graphs.find(key, cache.pool, device)) is None:
+            return eager()
+        try:
+            is_known = graph.compared >= COMPARISONS and not (self.compares and graph not in self._compared_here)
+            if graph.run is not None and is_known:
+                return unpadded(graph.run(*inputs, needed=needed))
+            on_device = [value.to(device, non_blocking=True) for value in inputs]
+            return self._compared(graph, forward, on_device, unpadded, eager)
+        except Exception as error:  # of a device, else the model's own code raises it again
+            self.graphs.failed(error, graph)
         return eager()
 
     def _compared(
-        self, graph: Graph, of_graph: Outcome, filled: Callable[[], Outcome], eager: Callable[[], Outcome]
+        self,
+        graph: Graph,
+        forward: Run,
+        inputs: Sequence[torch.Tensor],
+        unpadded: Callable[[Sequence[torch.Tensor]], Outcome],
+        eager: Callable[[], Outcome],
     ) -> Outcome:
-        """The outcome of the model's own code; raises an error where that of the graph is further from that of the
-        same forward without it, ``filled`` (mostly it is the same bit for bit), than this from the own code's, or
-        where this is more than rounding. So only near ties choose other tokens."""
+        """The outcome of the model's own code, after that of the same forward as graphs have it and of the graph, which
+        is made if there is none. Raises an error where that of the graph is further from that of the forward (mostly it
+        is the same bit for bit) than this from the own code's, or where this is more than rounding. So only near ties
+        choose other tokens."""
         self.target.unrepresentative_forwards += 1
+        begun, is_new = perf_counter(), graph.run is None
+        of_graph = None if graph.run is None else unpadded(graph.run(*inputs))
         with capturing.during(True):
-            of_filled = filled()
+            of_filled = unpadded(forward(*inputs))
+        if of_graph is None:
+            self.graphs.make(graph, forward, inputs)
+            of_graph = of_filled
+        self.target.waited_seconds += perf_counter() - begun
         of_code, excesses = eager(), list[torch.Tensor]()
         for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
             if replayed is not None and own is not None and expected is not None:
@@ -188,8 +214,8 @@ class GraphRunner:
             at_tokens = scores.gather(-1, tokens[..., None])[..., 0]
             excesses.append(2.0 * (torch.stack([at_tokens, highest]) != scores.amax(-1)).any())
         if not all(excess <= 1 for excess in read(torch.stack(excesses))[0]):
-            raise NoGraphError("its results are not those of the model's own code")
-        graph.compared += 1
+            raise RuntimeError("its results are not those of the model's own code")
+        graph.compared += not is_new
         self._compared_here.add(graph)
         return of_code
 
@@ -253,14 +279,16 @@ def _modes(device: torch.device) -> Hashable:
 
 
 def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Pads ``[b, s, ...]`` at the end with zeros to ``[b, size, ...]``."""
+    """Pads ``[b, s, ...]`` at the end to ``[b, size, ...]`` with the first of each row, which goes to the same experts
+    again as long as it is at the same position and sees the same."""
     if not (missing := size - values.shape[1]):
         return values
-    return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
+    return torch.cat([values, values[:, :1].expand(-1, missing, *values.shape[2:])], dim=1)
 
 
 def _filled_layout(packed: torch.Tensor, size: int) -> torch.Tensor:
-    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; the padding tokens see only themselves."""
+    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; padding tokens, at the position of the first one,
+    see only themselves."""
     b, t = packed.shape[:2]
     filled = torch.eye(size, size + 2, dtype=packed.dtype, device=packed.device).repeat(b, 1, 1)
     filled[:, :t, :t] = packed[:, :, :t]

@@ -1,5 +1,7 @@
 """The captured forwards of a model on a GPU: which there are, when one is made, and when there are enough."""
 
+from __future__ import annotations
+
 import itertools
 import logging
 import weakref
@@ -14,23 +16,26 @@ from transformers import PreTrainedModel
 from ...errors import brief, warn_once
 from ..forks import new_lock
 from ..internals import attention_implementation
+from ..kernels.experts import has_grouped_kernel
 from ..module_tools import forward_of_others
 from .captures import BufferPool, Captured, CapturePool, NoGraphError, Run
 
-# A capture takes about as long as ten forwards, so it is worth it for forwards that recur: not for a set of blocks that
-# is only tried, nor for the last draft of a text, which is cut by its end.
-_USES = 3
-# Graphs of a model at most, before all are made anew, and shapes that fail before no more are tried.
-_MOST, _FAILURES = 128, 4
+# Graphs of a model at most, before those that were not used for longest go, and shapes that fail before no more are
+# tried. Of a kernel a graph has about a kilobyte, and its inputs and results.
+_MOST, _FAILURES = 32, 4
 # Tokens of a forward that cost a GPU about as much as one. SmolLM2-135M in bfloat16 on an H200, 256 slots, captured:
-# 3.2 ms for one, 4.0 for 32.
-_CHEAP_TOKENS = 64
+# 3.2 ms for one, 4.0 for 32. For 8B an H200 computes 128 as fast as it reads the weights (computed).
+_CHEAP_TOKENS = 128
+# A chat of a model from so many parameters on has room for its first turns at once, so that few graphs serve it: beside
+# the weights, attention over empty slots costs little there.
+_LARGE, _FEWEST_SLOTS = 10**9, 1024
 # A capture leaves at least this share of a device's memory free.
 _FREE = 1 / 16
-# How many forwards are counted that are no graphs yet, those that came last.
-_COUNTED = 512
-# How often results are compared. In a first run numbers and results that became constants are still right.
-COMPARISONS = 3
+# Replays whose results are compared, after the forward before the capture: for the inputs of that, numbers and results
+# that became constants are still right.
+COMPARISONS = 2
+# Sets of weights and settings whose graphs a model keeps, such as those of adapters that calls switch between.
+_STATES = 4
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 POOLS = 4
 # Module attributes with values of these types are constants of a graph.
@@ -46,97 +51,106 @@ _capturing = new_lock()  # CUDA takes one capture at a time
 class Graph:
     """A graph, and how far it is known to be right."""
 
-    run: Run | None = None  # maps the inputs to the results, ``None``: better without
-    compared: int = 0  # how often its results were those of the model's own code
+    run: Run | None = None  # maps the inputs to the results, ``None`` where there is none yet
+    compared: int = 0  # how many of its replays had the results of the model's own code
+    is_over: bool = False  # whether forwards of this shape are better without
 
 
-@dataclass
-class ModelGraphs:
-    """The graphs of one model."""
+@dataclass(eq=False)
+class Pools:
+    """The memory of a model's graphs, whatever its weights and settings."""
 
-    state: Hashable  # properties of the model that they depend on
-    whose: str  # name of the model, for messages
-    cheap_tokens: int = 0  # up to which a forward costs about as much as one over a single token
-    refused: str = ""  # why no graphs are made or used
-    pools: tuple[BufferPool, ...] = field(default_factory=lambda: tuple(BufferPool() for _ in range(POOLS)))
-    _uses: dict[Hashable, int] = field(default_factory=dict)
-    _failures: int = 0
-    _captures: CapturePool | None = None
-    _lock: Any = field(default_factory=new_lock)
+    all: tuple[BufferPool, ...] = field(default_factory=lambda: tuple(BufferPool() for _ in range(POOLS)))
+    captures: CapturePool | None = None
+    lock: Any = field(default_factory=new_lock)
 
     def __post_init__(self) -> None:
-        self.free = list(self.pools)  # those that no generation uses now, the last one that was left at the end
+        self.free = list(self.all)  # those that no generation uses now, the last one that was left at the end
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(graph.run is not None for pool in self.all for graph in list(pool.graphs.values()))
+
+
+@dataclass(eq=False)
+class ModelGraphs:
+    """The graphs of one model with its weights and settings."""
+
+    state: Hashable = field(repr=False)  # properties of the model that they depend on
+    whose: str  # name of the model, for messages
+    cheap_tokens: int = 0  # up to which a forward costs about as much as one over a single token
+    fewest_slots: int = 0  # of a capacity
+    refused: str = ""  # why no graphs are made or used
+    has_room: bool = True  # in memory, as far as the running calls know
+    pools: Pools = field(default_factory=Pools)
+    token: object = field(default_factory=object)  # in the keys of its graphs
+    _failures: int = 0
 
     @property
     def count(self) -> int:
-        return sum(graph.run is not None for pool in self.pools for graph in list(pool.graphs.values()))
+        graphs = [each for pool in self.pools.all for each in list(pool.graphs.items())]
+        return sum(token is self.token and graph.run is not None for (token, _), graph in graphs)
 
-    def find(
-        self, key: Hashable, pool: BufferPool, function: Run, inputs: Sequence[torch.Tensor], device: torch.device
-    ) -> Graph | None:
-        """The graph of a ``function`` for ``key``, all that it depends on but the values of ``inputs``; ``None`` if
-        there is none. What else it reads and writes is in ``pool``, which no other thread uses meanwhile."""
-        with self._lock:
-            if (graph := pool.graphs.get(key)) is None:
-                uses = self._uses[key] = self._uses.pop(key, 0) + 1
-                if len(self._uses) > _COUNTED:
-                    del self._uses[next(iter(self._uses))]
-                if uses < _USES or not self._has_room(device):
+    def find(self, key: Hashable, pool: BufferPool, device: torch.device) -> Graph | None:
+        """The graph for ``key``, all that its forward depends on but the values of inputs, which may be still to be
+        made (:meth:`make`); ``None`` if there is to be none."""
+        whole_key = self.token, key
+        with self.pools.lock:
+            if (graph := pool.graphs.pop(whole_key, None)) is None:
+                if not (self.has_room and self._takes_room(device)):
                     return None
-        if graph is None:
-            graph = pool.graphs[key] = self._made(function, inputs, device)
-        return None if graph.run is None else graph
+                graph = Graph()
+            pool.graphs[whole_key] = graph  # at the end, as the last one that was used
+        return None if graph.is_over else graph
 
-    def are_awaited(self, key: Hashable) -> bool:
-        """Whether a graph will be made for ``key`` once it has come often enough; where it has, there is no room."""
-        return 0 < self._uses.get(key, 0) < _USES and not self.refused
-
-    def _has_room(self, device: torch.device) -> bool:
-        """Whether there may be one graph more; beyond a bound that takes the place of all."""
+    def _takes_room(self, device: torch.device) -> bool:
+        """Whether there may be one graph more; beyond a bound it takes the place of another."""
         free, total = torch.cuda.mem_get_info(device)
         if free < _FREE * total:
+            torch.cuda.empty_cache()  # which is not done while something is captured
+            free = torch.cuda.mem_get_info(device)[0]
+        self.has_room = free >= _FREE * total
+        if not self.has_room:
             warn_once(f"{self.whose} has no further graphs while so little of its device's memory is free.")
             return False
-        if sum(len(pool.graphs) for pool in self.pools) >= _MOST:
-            self._failures = 0
-            self._uses.clear()
-            for pool in self.pools:
-                pool.graphs.clear()
+        if sum(len(pool.graphs) for pool in self.pools.all) >= _MOST:
+            graphs = max((pool.graphs for pool in self.pools.all), key=len)
+            del graphs[next(iter(graphs))]
         return True
 
-    def _made(self, function: Run, inputs: Sequence[torch.Tensor], device: torch.device) -> Graph:
-        name, began = f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter()
-        graph = Graph()
+    def make(self, graph: Graph, function: Run, inputs: Sequence[torch.Tensor]) -> None:
+        """Makes the graph of a ``function`` that has run over ``inputs`` before, in which libraries choose kernels.
+        What else it reads and writes is in the pool, which no other thread uses meanwhile."""
+        name, began, pools = f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter(), self.pools
         try:
             with _capturing:
-                if self._captures is None or not self.count:  # torch closes the memory with the last graph
-                    self._captures = CapturePool(device)
-                graph.run = Captured(function, inputs, self._captures)
-        except NoGraphError as error:
-            _logger.info(f"{self.whose}: no graph of {name}: {error}.")
-        except BaseException as error:  # an interrupt, too, leaves memory that no graph has
-            self._captures = None  # its memory may be closed
-            if not isinstance(error, Exception):  # an interrupt: the next forward tries it again
-                raise
-            self.failed(error, graph)  # the model's own code raises it again, unless it is that of a capture
-        else:
-            _logger.info(f"{self.whose}: graph of {name}: {perf_counter() - began:.1f} s.")
-        return graph
+                if pools.captures is None or not pools.has_graphs:  # torch closes the memory with the last graph
+                    pools.captures = CapturePool(inputs[0].device)
+                graph.run = Captured(function, inputs, pools.captures)
+        except BaseException:  # an interrupt, too, leaves memory that no graph has
+            pools.captures = None  # its memory may be closed
+            raise
+        _logger.info(f"{self.whose}: graph of {name}: {perf_counter() - began:.1f} s.")
 
     def failed(self, error: Exception, graph: Graph) -> None:
         """Runs what could not be captured or replayed without a graph from now on."""
+        graph.run, graph.is_over = None, True
+        if isinstance(error, NoGraphError):
+            _logger.info(f"{self.whose}: no graph: {error}.")
+            return
         warn_once(
             f"{self.whose} runs some forwards without graphs, since torch could not make or run one of them "
             f"({brief(error)}). The output is the same.",
             ignore_numbers=True,
         )
-        with self._lock:
-            self._failures, graph.run = self._failures + 1, None
+        with self.pools.lock:
+            self._failures += 1
             if self._failures >= _FAILURES and not self.count:
                 self.refused = brief(error)
 
 
-_of_models: weakref.WeakKeyDictionary[PreTrainedModel, ModelGraphs] = weakref.WeakKeyDictionary()
+# Those of a model that were used last, the last one at the end.
+_of_models: weakref.WeakKeyDictionary[PreTrainedModel, list[ModelGraphs]] = weakref.WeakKeyDictionary()
 _lock = new_lock()
 
 
@@ -144,12 +158,23 @@ def graphs_of(model: PreTrainedModel) -> ModelGraphs:
     """Returns the graphs of a model, which live as long as it has the weights that they were made with."""
     state = _state_of(model)
     with _lock:
-        if (graphs := _of_models.get(model)) is None or graphs.state != state:
-            # Tokens that sizes are filled with would go to further experts, whose weights are read for them.
-            has_experts = any(hasattr(module, "num_experts") for module in model.modules())
-            cheap_tokens = 0 if has_experts else _CHEAP_TOKENS
-            graphs = _of_models[model] = ModelGraphs(state, type(model).__name__, cheap_tokens)
-        return graphs
+        all_graphs = _of_models.setdefault(model, [])
+        graphs = next((graphs for graphs in all_graphs if graphs.state == state), None)
+        if graphs is None:
+            # Without a kernel for groups of tokens, the weights of an expert are gathered for each token.
+            experts = [module for module in model.modules() if hasattr(module, "num_experts")]
+            gathers = not all(has_grouped_kernel(weight) for module in experts for weight in module.parameters())
+            fewest = _FEWEST_SLOTS if model.num_parameters() >= _LARGE else 0
+            graphs = ModelGraphs(state, type(model).__name__, 0 if gathers else _CHEAP_TOKENS, fewest)
+            graphs.pools = all_graphs[0].pools if all_graphs else graphs.pools
+        graphs.has_room = True
+        all_graphs[:] = [*(other for other in all_graphs if other is not graphs), graphs][-_STATES:]
+        tokens = {kept.token for kept in all_graphs}
+        with graphs.pools.lock:
+            for of_pool in (pool.graphs for pool in graphs.pools.all):
+                for key in [key for key in of_pool if key[0] not in tokens]:
+                    del of_pool[key]
+    return graphs
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
