@@ -44,6 +44,7 @@ WARM = [
     ("skips", "graphs llama", 3),
     ("fixed", "graphs falcon_h1", 1),
     ("block dflash window", "graphs llama", 3),  # whose block is one graph
+    ("block dflash2 window", "graphs llama", 2),
     ("default", "graphs llama", 1, False, 1),
 ]
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_next", "falcon_h1", "bamba")
