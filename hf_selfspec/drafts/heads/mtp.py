@@ -158,7 +158,7 @@ class MtpDraft(StatesDraft):
         rows = zip(self._first_slot, self._entered_count, text.base, strict=True)
         begins = RowNumbers([first + taken - base for first, taken, base in rows])
         states = self._waiting[0]
-        columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
+        columns = begins.onwards(states.shape[1], text.device).clamp(max=text.ids.shape[1] - 1)
         self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
         if self._masked:
             states = self._with_masks(states)
