@@ -59,7 +59,6 @@ class GraphRunner:
     graphs: ModelGraphs
     compares: bool  # whether each call compares results: unknown code may compute with numbers that change
     _compared_here: set[Graph] = field(default_factory=set)
-    # The layouts of lines, by their number of tokens and the size that this is filled to.
 
     @classmethod
     def install(cls, target: Target, device: torch.device, compares: bool) -> None:
