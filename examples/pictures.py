@@ -2,15 +2,15 @@
 
     python examples/pictures.py [--results report/results.json] [--out examples/pictures]
 
-The speeds are those of the table in RESULTS.md, or of a file that ``hf-selfspec bench`` wrote.
+The figures are those of ``benchmarks/results`` and of the demo model's card, or, with ``--results``, speeds by kind of
+text from a file that ``hf-selfspec bench`` wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 EXAMPLES = Path(__file__).parent
+RESULTS = EXAMPLES / "benchmarks" / "results"
 THEMES = {
     "light": {"ink": "#1f2328", "faint": "#818b98", "model": "#ddf4ff", "kept": "#aceebb", "wrong": "#ffcecb"},
     "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "model": "#1f4a7a", "kept": "#196c2e", "wrong": "#8e1519"},
@@ -104,20 +105,12 @@ def of_results(results: Path) -> tuple[Speeds, str]:
     return speeds, f"whole calls; prompts: {prompts}"
 
 
-def of_document(document: Path) -> tuple[Speeds, str]:
-    """The table by dtype and kind of text in RESULTS.md."""
-    rows: Iterable[list[str]] = (
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in re.findall(r"^\| dtype .*\n(?:\|.*\n)+", document.read_text(encoding="utf-8"), re.MULTILINE)[
-            0
-        ].splitlines()
-    )
-    (_, *kinds), _, *lines = rows
-    speeds = {dtype: dict(zip(kinds, map(float, values), strict=True)) for dtype, *values in lines}
-    return (
-        speeds,
-        "SmolLM2-135M-Instruct, float32, one CPU thread, decoding; 20 prompts a kind (summary: 8, chat: 19)",
-    )
+def of_kinds() -> tuple[Speeds, str]:
+    """The table by kind of text in RESULTS.md."""
+    result = json.loads((RESULTS / "kinds-of-text.json").read_text(encoding="utf-8"))
+    ((_, *kinds), rows) = result["tables"][0]["columns"], result["tables"][0]["rows"]
+    speeds = {dtype: dict(zip(kinds, map(float, values), strict=True)) for dtype, *values in rows}
+    return speeds, "SmolLM2-135M-Instruct, one CPU thread, decoding; 20 prompts a kind (summary: 8, chat: 19)"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="results.json of hf-selfspec bench")
     parser.add_argument("--out", type=Path, default=EXAMPLES / "pictures")
     args = parser.parse_args(arguments)
-    speeds, title = of_results(args.results) if args.results else of_document(EXAMPLES / "RESULTS.md")
+    speeds, title = of_results(args.results) if args.results else of_kinds()
     pictures: dict[str, Callable[[Theme], Any]] = {
         "how": how_it_works,
         "kinds": lambda theme: speeds_by_kind(theme, speeds, title),

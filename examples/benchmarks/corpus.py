@@ -1,8 +1,12 @@
-"""The standard library's sources as texts, and which of them the demo model was not trained on."""
+"""The standard library's sources as texts, and which of them the demo model was not trained on.
+
+``python examples/benchmarks/corpus.py > prompts.jsonl`` writes the beginnings of the latter as prompts, one a line.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -69,3 +73,8 @@ def held_out_texts() -> list[str]:
             start = text.find("\ndef ", part * len(text) // 3)
             texts.append(text[start + 1 :] if part and start >= 0 else text)
     return texts
+
+
+if __name__ == "__main__":
+    for beginning in (text[:600] for text in held_out_texts()):
+        print(json.dumps({"prompt": beginning.rstrip(), "text": beginning}))

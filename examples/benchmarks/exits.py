@@ -2,19 +2,17 @@
 
 Prompts are the first 64 tokens of each text of ``--data`` and of held-out files of the standard library. Everything is
 timed in turn, prompt by prompt, in float32. The exit and draft length of each way are chosen on prompts other than the
-timed ones. ``--plot`` draws speed and acceptance by exit layer instead.
+timed ones. ``--by-exit`` prints speed and acceptance of each exit instead.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from corpus import held_out_texts
 from timing import (
     PROMPT,
-    Speed,
     Table,
     Way,
     add_trained,
@@ -28,7 +26,6 @@ from timing import (
 from transformers import PreTrainedModel
 
 from hf_selfspec import SelfSpec
-from hf_selfspec.tools.figures import new_figure
 from hf_selfspec.train.loading import read_prompts
 
 CHOOSING = 8
@@ -83,56 +80,37 @@ def print_ways(model: PreTrainedModel, prompts: list[torch.Tensor], options: dic
         print(f"\nIn rounds of the prompts before the exit had {choice.speedup:.2f}.", flush=True)
 
 
-def by_exit(model: PreTrainedModel, prompts: list[torch.Tensor], exits: list[int], tokens: int) -> dict[str, Speed]:
-    """The speed of plain generate, and of each exit with drafts of three tokens."""
-    options = {"max_new_tokens": tokens, "do_sample": False}
+def print_exits(model: PreTrainedModel, prompts: list[torch.Tensor], options: dict[str, Any], repeats: int) -> None:
+    """The speed of plain generate, and of exits at several depths with drafts of three tokens."""
+    layers = model.config.num_hidden_layers
+    depths = {1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6}
+    exits = sorted(layer for layer in depths if 1 <= layer < layers)
     ways: dict[str, Way] = {"plain": {}, **{str(layer): SelfSpec.layerskip(layer) for layer in exits}}
-    return compare(model, ways, prompts[CHOOSING:], options, warm_up=prompts[:CHOOSING])
-
-
-def plot(speeds_of: dict[str, dict[str, Speed]], exits: list[int], path: str) -> None:
-    """Draws tokens per second and acceptance rate by exit layer."""
-    figure = new_figure("exits.py", 9, 3.5)
-    speed_axes, rate_axes = figure.subplots(1, 2)
-    for name, speeds in speeds_of.items():
-        plain, *others = speeds.values()
-        (line,) = speed_axes.plot(exits, [1e3 / speed.ms for speed in others], marker="o", label=name)
-        speed_axes.axhline(1e3 / plain.ms, color=line.get_color(), linestyle=":", label=f"{name}, plain generate")
-        rates = [speed.alpha if any(run.drafted for run in speed.runs) else math.nan for speed in others]
-        rate_axes.plot(exits, rates, marker="o", label=name)
-    speed_axes.set(xlabel="exit layer", ylabel="tokens per second", ylim=(0, None))
-    rate_axes.set(xlabel="exit layer", ylabel="acceptance rate α", ylim=(0, 1))
-    for axes in (speed_axes, rate_axes):
-        axes.set_xticks(exits)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.savefig(path)
+    speeds = compare(model, ways, prompts[CHOOSING:], options, repeats, warm_up=prompts[:CHOOSING])
+    table = Table("exit", "ms per token", "speed-up", "α", "M")
+    for name, speed in speeds.items():
+        rates = (f"{speed.alpha:.3f}", f"{speed.length:.2f}") if speed.runs else ("", "")
+        table.row(name, f"{speed.ms:.2f}", f"{speeds['plain'].ms / speed.ms:.2f}", *rates)
 
 
 def main() -> None:
     parser = parser_with(__doc__, repeats=3)
     add_trained(parser, 20)
-    parser.add_argument("--twin", help="a second model to compare with in the plot")
-    parser.add_argument("--plot", help="file for a plot of speed by exit layer, instead of the tables")
+    parser.add_argument("--by-exit", action="store_true", help="print the speed of each exit instead, greedy")
     args = parsed(parser)
     model, tokenizer = load(args.model)
     texts = {path: read_prompts(path) for path in args.data} | {"standard library": held_out_texts()}
     prompts = {name: prompts_of(of_kind, tokenizer, CHOOSING + args.prompts) for name, of_kind in texts.items()}
     about = f"{args.prompts} prompts of {PROMPT} tokens", f"{args.tokens} new tokens", f"medians of {args.repeats}"
     print_head("cpu", "float32", *about)
-    if args.plot is None:
-        for name, of_kind in prompts.items():
-            for mode, options in MODES.items():
-                print(f"\n### {name}, {mode}\n")
-                print_ways(model, of_kind, {"max_new_tokens": args.tokens, **options}, args.repeats)
-        return
-    layers = model.config.num_hidden_layers
-    depths = {1, 2, 3, 4, layers // 4, layers // 3, layers // 2, 2 * layers // 3, 5 * layers // 6}
-    exits = sorted(layer for layer in depths if 1 <= layer < layers)
-    models = {"LayerSkip": model} | ({} if args.twin is None else {"twin": load(args.twin)[0]})
-    library = prompts["standard library"]
-    speeds = {name: by_exit(network, library, exits, args.tokens) for name, network in models.items()}
-    plot(speeds, exits, args.plot)
+    for name, of_kind in prompts.items():
+        if args.by_exit:
+            print(f"\n### {name}\n")
+            print_exits(model, of_kind, {"max_new_tokens": args.tokens, "do_sample": False}, args.repeats)
+            continue
+        for mode, options in MODES.items():
+            print(f"\n### {name}, {mode}\n")
+            print_ways(model, of_kind, {"max_new_tokens": args.tokens, **options}, args.repeats)
 
 
 if __name__ == "__main__":

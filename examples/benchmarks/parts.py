@@ -1,6 +1,6 @@
 """All fitted parts beside each other: the same text, about as many parameters, each alone and with free drafts.
 
-``--text`` is a file of texts that the model wrote, as ``hf_selfspec.train.write_answers`` keeps it. Parts are fitted to
+``--text`` is a file of texts that the model wrote, from ``hf_selfspec.train.write_answers``. Parts are fitted to
 its first tokens in bfloat16 and saved in ``--out``; another run reuses what is there. Speeds are those of whole calls
 over plain ``generate``'s, CPU time, geometric means over the prompts of ``--data``.
 """
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("fitted"))
     args = parsed(parser)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = json.loads(args.text.read_text())["texts"]
+    rows = [json.loads(line)["input_ids"] for line in args.text.read_text(encoding="utf-8").splitlines()]
     totals = accumulate(map(len, rows))
     texts = [{"input_ids": row} for row, total in zip(rows, totals, strict=True) if total <= args.tokens_of_text]
     chosen = as_prompts(tokenizer, read_prompts(args.data)[: args.prompts + 1])

@@ -23,7 +23,7 @@ from hf_selfspec.model.patching import evaluating
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
-SHARED = {"corpus", "fitting", "gpu_ids", "gpu_parts", "known_text", "synthetic", "tasks", "timing"}
+SHARED = {"corpus", "fitting", "gpu_ids", "gpu_parts", "known_text", "synthetic", "tables", "tasks", "timing"}
 SERVERS = {"chat", "openai_server", "service"}
 OTHERS = {"all", "lm_eval_scores", "ray_batches"}
 RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
@@ -48,10 +48,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "memory": (f"{RANDOM} --exit-layer 2 --tokens 4 --prompt 8", ("| width 64, float32 |",)),
     "training": (f"{RANDOM} --repeats 1 --prompt 16", ("| dropout 0.2 |",)),
     "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("| SelfSpec.layerskip(), E = ",)),
+    "exits, by exit": ("--model {model} --prompts 1 --tokens 8 --by-exit", ("| plain |",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
     "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (
-        "--model {model} --text {folder}/text.json --data {tasks} --prompts 1 --tokens 8 --exit-layer 2 --ranks 4 4 "
+        "--model {model} --text {folder}/answers.jsonl --data {tasks} --prompts 1 --tokens 8 --exit-layer 2 --rank 4 "
         "--block-size 32 --out {folder}/fitted",
         ("| mtp3 |",),
     ),
@@ -110,11 +111,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         "humaneval": [{"prompt": "def add(x):\n", "entry_point": "add", "canonical_solution": "    return x\n"}],
         "spec_bench": [{"category": "summarization", "turns": ["Summarize: a text."]}],
         "texts": [{"text": f"def read_{name}(path):\n    return open(path).{name}()\n"} for name in "abcdefghij" * 4],
+        "answers": [{"input_ids": list(range(2, 802))}],
         "problems": [{"question": f"How many is {answer[:7]}?", "answer": answer} for answer in numbers],
     }
     for name, of_file in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_file)))
-    (tmp_path / "text.json").write_text(json.dumps({"texts": [list(range(2, 802))]}))
     (tmp_path / "wiki.txt").write_text(f"In {'old ' * 80}the town of Paris @-@ on @-@ Sea , <unk> had walls .\n= T =\n")
     (tmp_path / "sources").mkdir()
     for number in range(64):
@@ -160,12 +161,16 @@ def test_the_smallest_setting(name: str, places: dict[str, Path], run: Callable[
         assert part in printed
 
 
-def test_all_tables() -> None:
-    """The commands are those of the document."""
-    commands = runpy.run_path(str(BENCHMARKS / "all.py"))["COMMANDS"]
-    document = " ".join((EXAMPLES / "RESULTS.md").read_text(encoding="utf-8").split())
-    for command in commands.values():
-        assert command.replace("--dtype bfloat16 --out", "--dtype float32 --out") in document
+def test_tables_are_those_of_the_results() -> None:
+    """``python examples/benchmarks/tables.py`` writes them; each file is shown, and its command can be started."""
+    tables, every = importlib.import_module("tables"), importlib.import_module("all")
+    texts = {path: path.read_text(encoding="utf-8") for path in tables.DOCUMENTS}
+    assert [tables.rendered(text, path.parent) for path, text in texts.items()] == list(texts.values())
+    for path in tables.RESULTS.glob("*.json"):
+        assert any(f"<!-- {path.stem} -->" in text or f"results/{path.name})" in text for text in texts.values()), path
+        for command in {tables.read(path.stem).get("again"), tables.read(path.stem)["command"]} - {None}:
+            _, words = every.words_of(command, {})
+            assert words[1:4] == ["-m", "hf_selfspec", "bench"] or (EXAMPLES.parent / words[1]).exists()
 
 
 def answers_of(folder: Path, prompts: list[str], tokens: int) -> list[str]:
