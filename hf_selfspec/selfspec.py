@@ -50,21 +50,21 @@ class SelfSpec(Settings):
             :class:`MTP` and :class:`Quantized` end where the product of confidences falls below 0.4, those of skipped
             layers and of all other fitted parts where the confidence falls below 0.8. Not allowed with a
             ``CandidateGenerator``.
-        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with one either.
+        tree: sibling tokens at each depth of the draft, or ``None`` for a line; not allowed with a
+            ``CandidateGenerator`` either.
         max_draft: maximum number of tokens in a draft, at most 1,024.
         cache_dir: folder in which findings about models are kept, so that the next process starts with them. A file is
             for one model (its weights, not its name), these settings and one task; the last writer wins. It is written
-            at the end of calls, at most every ten seconds, and at the end of the process: until then keep the
-            ``SelfSpec`` and the model, or what the last seconds have taught is lost. Models that several processes
-            share use none.
+            at the end of calls, at most every ten seconds, and at the end of the process; keep the ``SelfSpec`` and the
+            model until then, or findings of the last seconds are lost. Not used by models that several processes
+            share.
         task: name of what the model is used for; use another name for another kind of text.
         graphs: ``False`` for none. Otherwise, on CUDA, the kernels of a forward over a few tokens are captured when its
-            shape comes for the third time, which takes about as long as ten forwards, and one launch runs them. Its
-            first three results are compared with those of the model's own code; one that differs by more than rounding
-            goes. Up to four calls of a model at a time have graphs; elsewhere this changes nothing.
-        exact: whether ids of bfloat16 models have to be plain's, too: each token then has the results that plain
-            ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call tries out
-            whether this machine's kernels allow that; an error gives the reason, and names the part of the model.
+            shape first comes, and one launch runs them from then on. What is captured is compared with the model's own
+            code, and dropped where it differs by more than rounding. Elsewhere this changes nothing.
+        exact: whether bfloat16 models, too, have to return plain ``generate``'s ids: each token then has the results
+            that plain ``generate`` has for it alone, bit for bit, in calls with one prompt of text. The first call
+            tries whether this machine's kernels allow that; an error gives the reason and names the part of the model.
             ``stats.promise`` records what held. Models in float32 need none of this, unless torch's flags allow it to
             be multiplied in TF32 or bfloat16, which is an error here.
         trust: whether what is attached to a model from outside (hooks, wrapped or replaced layers, methods and

@@ -18,7 +18,7 @@ class GenerationStats:
         rounds: verification passes, counted for each row that took part; the prefill does not count.
         drafted: drafting steps, all rows (siblings in a tree do not count).
         accepted: drafted tokens that were kept.
-        siblings: how many of these were siblings in a tree, which are no drafting steps.
+        siblings: how many of these were siblings in a tree, which took no drafting step of their own.
         accepted_lengths: for each number of drafted tokens how many rounds kept that many.
         draft_steps: forwards of the draft, each counted once for the whole batch.
         verify_passes: forwards of verification, each counted once for the whole batch.
@@ -32,14 +32,14 @@ class GenerationStats:
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.
         phase: phase of a search for blocks to skip, ``optimization`` or ``acceleration`` (SWIFT, Figure 4), else empty.
         matchness: matchness of the sets that such a search tried, in order, including those of earlier calls.
-        promise: how far ids are plain ``generate``'s: ``bit for bit`` (see :attr:`SelfSpec.exact`), ``token for token``
+        promise: how far ids equal plain ``generate``'s: ``bit for bit`` (:attr:`SelfSpec.exact`), ``token for token``
             (float32), others where logits are ``near-ties`` (16 bits, or float32 that may be multiplied in TF32 or
             bfloat16 by torch's flags), or the ``distribution`` alone of drawn ones.
         left_to_generate: why the call was left to plain ``generate``, empty where it was not. Nothing was drafted,
             verified or counted then.
-        checked: what of the model the tests of this package have not seen, so that drafting with it was first compared
-            with plain ``generate``; empty where there is nothing. ``left_to_generate`` has what failed.
-        together_for: what may keep a state, or change the model, between tokens, so that all rows advanced together.
+        checked: the parts of the model that this package's tests do not cover, so that drafting was first compared with
+            plain ``generate``; empty where there are none. ``left_to_generate`` has what failed.
+        together_for: what may keep a state or change the model between tokens, so that all rows advanced together.
         exit_layers: for drafts that choose an exit for each token, how many tokens were drafted at each exit.
         round_sizes: for each verification pass the number of drafted nodes per row, and the number of tokens that all
             rows gained.

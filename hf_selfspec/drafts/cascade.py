@@ -26,7 +26,7 @@ class Cascade(DraftSource):
         sources: one :class:`Lookup`, and any others.
 
     Raises:
-        SettingError, SettingTypeError: ``sources`` are something else, or one changes the output.
+        SettingError, SettingTypeError: ``sources`` are anything else, or one of them changes the output.
     """
 
     sources: tuple[DraftSource, ...]

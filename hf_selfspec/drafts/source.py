@@ -87,8 +87,8 @@ class Session:
         new_tokens: number of tokens for which slots are reserved at first.
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
-        name: that of the source in a cascade, under which it learns; empty where no other drafts where it does not.
-        constraint: what grammars allow and force; falsy without grammars.
+        name: the source's name in a cascade, under which its findings are kept; empty for a source that drafts alone.
+        constraint: what grammars allow and force; false in a condition where there are none.
     """
 
     target: Target

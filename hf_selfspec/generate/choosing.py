@@ -138,7 +138,7 @@ class Attachment:
 def attach(model: Any, spec: SelfSpec) -> Attachment:
     """Makes every ``model.generate(...)`` use ``spec``, for trainers, harnesses, pipelines and agents that call it.
 
-    A call that chooses for itself is not changed: ``assistant=`` with another ``SelfSpec``, ``assistant=False`` for
+    A call that names its own way is not changed: ``assistant=`` with another ``SelfSpec``, ``assistant=False`` for
     plain ``generate``, ``assistant_model``, ``custom_generate``, ``prompt_lookup_num_tokens`` and the like; nor is one
     whose generation config has an ``assistant``. Calls that ``spec`` cannot serve (beam search, ``output_attentions``,
     an encoder-decoder model) use plain ``generate``, and a warning gives the reason once. Where a model's ``generate``

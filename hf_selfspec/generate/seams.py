@@ -36,7 +36,7 @@ def install() -> None:
     """Gives ``generate`` of all transformers models the argument ``assistant``, and ``Trainer`` our training callbacks.
 
     Happens by itself when a name of the package is first used. Calls and trainings that use neither are not affected.
-    Calling this again changes nothing; :func:`uninstall` undoes it. Wrappers of others stay, above ours or below.
+    Calling this again changes nothing; :func:`uninstall` undoes it. Wrappers of other packages stay.
     """
     global _is_installed
     _is_installed = True
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`. Below a wrapper of others, ours stays and passes all calls on.
+    """Undoes :func:`install`. Below a wrapper of another package ours stays, and passes all calls on.
 
     ``generate(custom_generate=SelfSpec())`` still works; callbacks, and a ``SelfSpec`` that is attached or in a
     generation config, have no effect until the next :func:`install`.

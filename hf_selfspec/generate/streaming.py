@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 class Piece(NamedTuple):
-    """A piece of text, mostly of whole words."""
+    """A piece of generated text, usually whole words, and whether it was drafted."""
 
     text: str
     from_draft: bool  # whether all of its tokens were drafted and accepted

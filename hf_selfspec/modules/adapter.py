@@ -14,7 +14,7 @@ from .draft_module import About, DraftModule
 
 
 class Adapter(DraftModule):
-    """Input norm, multi-head attention with rotary positions, residual, final norm; then the model's own head.
+    """Kangaroo's adapter: input norm, attention with rotary positions, residual, final norm; then the model's own head.
 
     Args:
         exit_layer: the exit layer ``E`` whose states the adapter reads.

@@ -28,8 +28,8 @@ _LAYER = "layer"
 class OnTheFlySearch:
     """Random sets, now and then one by Bayesian optimisation, tried on the last generated tokens (SWIFT §4.1).
 
-    The set with the highest matchness drafts: the share of these tokens that it predicts. Where much less of its drafts
-    is accepted than when the search had ended, it begins again (SWIFT, Figure 7).
+    The set with the highest matchness drafts: the share of these tokens that it predicts. Where a much smaller
+    share of its drafts is accepted than when the search ended, the search begins again (SWIFT, Figure 7).
 
     Args:
         context_window: number of generated tokens on which a set is tried (γ); shorter texts are not searched on.

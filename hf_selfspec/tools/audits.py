@@ -71,7 +71,7 @@ class Audit:
         tokens: number of tokens generated with the ``SelfSpec``.
         drafted, accepted: numbers of drafted tokens and of those that were kept. Where nothing is drafted, an audit
             shows little.
-        promise: how far ids are plain's, see :class:`GenerationStats`, and whether ``exact=True`` would promise more.
+        promise: how far ids equal plain ``generate``'s, see :class:`GenerationStats`, and what exact=True would add.
         differences: one for each text that diverges.
     """
 

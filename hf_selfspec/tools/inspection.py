@@ -33,8 +33,8 @@ class Inspection:
         no_skips: why no search for blocks to skip is possible, empty where it is.
         tree: drafts can be trees, otherwise lines.
         ragged: the rows of a batch advance at their own pace, otherwise plain ``generate`` serves batches.
-        unseen: what of the model the tests of this package have not seen, and what comparing it with its own one-token
-            steps has shown in this process (see ``GenerationStats.checked``); empty where there is nothing.
+        unseen: the parts of the model that this package's tests do not cover, and what comparing them with the model's
+            one-token steps has shown in this process (see ``GenerationStats.checked``); empty where there are none.
         exits: the states of several exits can go through the head together (``exit_report``, training of exits).
         no_graphs: why forwards cannot be captured on a GPU, empty where they can be.
         packed: drafts in four bits (:class:`Quantized`) are possible, where the machine has kernels for them.

@@ -35,7 +35,7 @@ _ALL_TIMED = 100
 class OfflineSearch:
     """Self-SD's search: Bayesian optimisation of the measured time per token, over sets of any size.
 
-    It begins with random ones.
+    The first sets are random.
 
     Args:
         max_steps: sets to time (1,000 in the paper, on 8 texts).

@@ -27,7 +27,7 @@ class Curriculum(Protocol):
 
 @dataclass(frozen=True)
 class Rotational:
-    """Every ``every``-th layer, shifted by one each step, so that each exit is on once in ``every`` steps.
+    """Trains every ``every``-th layer, shifted by one each step, so that each exit is trained once in ``every`` steps.
 
     Args:
         every: ``R``, at least 1 (1: all exits in all steps). The paper uses 8 for continual pre-training of 32 layers
@@ -45,7 +45,7 @@ class Rotational:
 
 @dataclass(frozen=True)
 class Gradual:
-    """From the last layer down to the first, one more every ``T / (2 L)`` steps; all exits are on from half-way."""
+    """Adds exits from the last layer down to the first, one every ``T / (2 L)`` steps; from half-way on all."""
 
     def enabled(self, step: int, steps: int, num_layers: int) -> frozenset[int]:
         count = min(num_layers, 1 + step * 2 * num_layers // max(steps, 1))

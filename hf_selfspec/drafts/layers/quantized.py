@@ -19,9 +19,9 @@ from .partial import PlanDrafter
 class Quantized(DraftSource):
     """Drafts with the model's own layers and head, whose weights are multiplied in four bits while they draft.
 
-    Nothing is trained, and the model's own weights stay as they are. Packed ones are made at the first call of a
-    process, once for each model, shared by threads and by all its ``SelfSpec`` objects, and freed with the model; when
-    the model's weights have changed, they are made again. They take a third of a 16-bit model's memory.
+    Nothing is trained, and the model's own weights stay as they are. Packed copies are made at the first call of
+    a process, once for each model. Threads and all ``SelfSpec`` objects share them, they are freed with the model, and
+    they are made again when the model's weights have changed. They take a third of a 16-bit model's memory.
 
     Models are in bfloat16, on a CPU or on a GPU from compute capability 8.0 on. Linear layers that no kernel takes stay
     as they are: rows have to be multiples of 16, columns of 32.
