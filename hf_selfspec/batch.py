@@ -18,8 +18,6 @@ class Text:
     """The token ids of a batch while it grows; rows may be at different lengths.
 
     Attributes:
-        ids: ``[b, columns]`` the prompts as ``generate`` got them (left-padded) and what follows. Columns beyond a
-            row's length are scratch space.
         lengths: for each row the number of columns that count.
         base: for each row the cache slot that belongs to column 0 (negative for a padded row).
         prompt_width: number of columns of the prompts.
@@ -27,7 +25,7 @@ class Text:
             for none.
     """
 
-    ids: torch.Tensor
+    _ids: torch.Tensor
     lengths: list[int]
     base: list[int]
     prompt_width: int
@@ -37,7 +35,9 @@ class Text:
         self.new: list[list[int]] = [[] for _ in self.lengths]  # the tokens of each row that were chosen here
         # The last token's column is one less than the length.
         self._slots_before = RowNumbers([base - 1 for base in self.base])
-        self._move_to(RowNumbers(self.lengths))
+        self._written = RowNumbers(self.lengths)  # as far as ids are on the device
+        self._move_to(self._written)
+        self.device, self.no_ids = self._ids.device, self._ids[:, :0]
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
@@ -46,6 +46,22 @@ class Text:
         ids = input_ids.new_zeros(b, width + max_new, dtype=torch.long)  # as those of plain generate
         ids[:, :width] = input_ids
         return cls(ids, [width] * b, list(base), width, fixed)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``[b, columns]`` the prompts as ``generate`` got them (left-padded) and what follows, which goes to the
+        device when somebody asks. Columns beyond a row's length are scratch space."""
+        starts, ends = self._written, self._ends
+        if starts is not ends:
+            new = [row[start - self.prompt_width :] for row, start in zip(self.new, starts, strict=True)]
+            most = max(map(len, new))
+            # What short rows get beyond their end is scratch space.
+            rows = [[end, *row, *[0] * (most - len(row))] for row, end in zip(new, ends, strict=True)]
+            packed = upload(rows, self.device)
+            ends.keep(packed[:, :1])
+            self._written = ends
+            self._write(packed[:, 1:], starts)
+        return self._ids
 
     @property
     def batch_size(self) -> int:
@@ -64,6 +80,10 @@ class Text:
         self.lengths, self._ends = list(ends), ends
         self._last_slots = ends.plus(self._slots_before)
 
+    def last_ids(self) -> list[int]:
+        """The last token of each row, on the host; none before the first one was chosen."""
+        return [row[-1] for row in self.new if row]
+
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, ``[b, 1]``."""
         if min(self.lengths) == max(self.lengths):
@@ -72,7 +92,7 @@ class Text:
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """The indices ``[b, count]`` of the columns that start ``first`` columns after each row's end."""
-        return self._ends.ahead(first).onwards(count, self.ids.device).expand(self.batch_size, count)
+        return self._ends.ahead(first).onwards(count, self.device).expand(self.batch_size, count)
 
     def prefix(self, row: int, ahead: int = 0) -> torch.Tensor:
         """One row's tokens and ``ahead`` scratch columns, ``[1, s]``."""
@@ -80,14 +100,15 @@ class Text:
 
     def write_draft(self, tokens: torch.Tensor, ahead: int) -> None:
         """Writes ``tokens``, ``[b]`` or ``[b, n]``, to the columns from ``ahead`` after each row's end on."""
-        tokens = tokens.reshape(len(tokens), -1)
+        self._write(tokens.reshape(len(tokens), -1), self._ends.ahead(ahead))
+
+    def _write(self, tokens: torch.Tensor, starts: RowNumbers) -> None:
         count = tokens.shape[1]
-        self.ensure(max(self.lengths) + ahead + count)
-        if min(self.lengths) == max(self.lengths):
-            start = self.lengths[0] + ahead
-            self.ids[:, start : start + count] = tokens
+        self.ensure(max(starts) + count)
+        if starts.are_equal:
+            self.ids[:, starts[0] : starts[0] + count] = tokens
         else:
-            self.ids.scatter_(1, self._columns(ahead, count), tokens)
+            self.ids.scatter_(1, starts.onwards(count, self.device), tokens)
 
     def put_one(self, row: int, ahead: int, token: int) -> None:
         """Writes one token to a scratch column, ``ahead`` columns after the end of ``row``."""
@@ -109,23 +130,17 @@ class Text:
         return self.ids.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, missing)
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        most = max(map(len, tokens))
-        if not most:
-            return
-        lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
-        # What short rows get beyond their end is scratch space.
-        rows = [[length, *new, *[0] * (most - len(new))] for length, new in zip(lengths, tokens, strict=True)]
-        packed = upload(rows, self.ids.device)
-        self.write_draft(packed[:, 1:], 0)
-        for new, chosen in zip(self.new, tokens, strict=True):
-            new += chosen
-        self._move_to(RowNumbers.made(lengths, lambda device: packed[:, :1].to(device)))
+        """Appends these tokens to each row."""
+        if any(tokens):
+            for new, chosen in zip(self.new, tokens, strict=True):
+                new += chosen
+            self._move_to(RowNumbers(self.prompt_width + len(new) for new in self.new))
 
     def ensure(self, columns: int) -> None:
         if columns > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], columns + columns // 4)
             grown[:, : self.ids.shape[1]] = self.ids
-            self.ids = grown
+            self._ids = grown
 
 
 @dataclass
@@ -172,7 +187,7 @@ class Draft:
     @classmethod
     def none(cls, text: Text) -> Draft:
         """A draft without tokens in any row."""
-        return cls(text.ids[:, :0], [0] * text.batch_size, listed=[[] for _ in text.lengths])
+        return cls(text.no_ids, [0] * text.batch_size, listed=[[] for _ in text.lengths])
 
     @property
     def size(self) -> int:
@@ -188,7 +203,15 @@ class Draft:
         """The tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
         if self.listed is None or not self.size:
             return self.tokens.to(device)
-        return upload(self.listed, device) if nodes is None else nodes.tokens(device)
+        return upload(self.listed, device) if nodes is None else nodes.tokens(device)[:, 1:]
+
+    def tree(self, roots: Sequence[int] = ()) -> TreeLayout | None:
+        """The layout of a tree with these last tokens of all rows, if the host knows them; ``None`` for a line."""
+        if self.parents is None:
+            return None
+        roots = roots or [0] * len(self.parents)
+        ids = None if self.listed is None else [[root, *row] for root, row in zip(roots, self.listed, strict=True)]
+        return TreeLayout.of_tree(self.parents, ids)
 
     def children(self, row: int, node: int) -> list[int]:
         """Nodes that continue ``node`` in ``row``, in the order in which they are to be tried."""

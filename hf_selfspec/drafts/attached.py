@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, cast
 
@@ -12,10 +13,13 @@ from ..learned.saving import class_named
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.block import BlockHead
-from ..modules.draft_module import DraftModule, loader_of, read_config
+from ..modules.draft_module import DraftModule, format_of, read_config, reading, told
 from ..modules.mtp import MtpHead
-from ..modules.shipped import SPECULATORS, attach, load_layers, load_mtp, ships_layers
+from ..modules.published import verifier_of
+from ..modules.shipped import COUNTS, SPECULATORS, attach, load_layers, load_mtp, ships_layers
 from .source import DraftSource
+
+_logger = logging.getLogger(__name__)
 
 
 def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
@@ -30,7 +34,8 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
             see :func:`load_mtp`), an adapter (see :class:`EarlyExitAdapter`), or exit heads (see :class:`DynamicExit`).
 
     Returns:
-        The head.
+        The head, whose ``str`` tells in one line what it is (it is logged, too): kind, layers, vocabulary, and for
+        which model it was made.
 
     Raises:
         SettingError, SettingTypeError: there is no such head, it is damaged, of a variant that is not served, or of
@@ -44,8 +49,8 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     config = read_config("head", name)
     if config.get("speculators_model_type") == "mtp":
         head: DraftModule = load_layers(inner, name, SPECULATORS)
-    elif loader_of(config) is None and ships_layers(inner):
-        return load_mtp(inner, name)
+    elif format_of(config) is None and ships_layers(inner):
+        head = load_mtp(inner, name)
     else:
         head = DraftModule.load(name)
     source = source_of(head)
@@ -54,7 +59,27 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     head.check(lambda: Fingerprint.of_decoder(inner))
     source.check(Anatomy.of(inner))
     attach(inner, head)
+    _logger.info(f"{name}: {head}")
     return head
+
+
+def describe_head(path: str) -> str:
+    """Returns what the head in a folder or Hub repository is, in one line; no weights are loaded.
+
+    Raises:
+        SettingError: there is none, or one that is not served.
+    """
+    config = read_config("head", path)
+    if (known := format_of(config)) is not None and known.make is not None:
+        with reading("head", path):
+            return str(known.make(path, config))
+    layer = config.get("transformer_layer_config") or config.get("text_config") or config
+    counts = [place.get(name) for place in (config, layer) for name in (*COUNTS, "mtp_num_hidden_layers")]
+    if not (count := next(filter(None, counts), 0)):
+        raise SettingError(f"{path} holds no head: its config.json is that of none that is known.")
+    made_for = verifier_of(config) or f"the {config.get('model_type')} that it ships with"
+    sizes = count, layer.get("hidden_size", 0), (), 0, layer.get("vocab_size", 0)
+    return ", ".join([MtpHead.kind, *told(*sizes), f"made for {made_for}"])
 
 
 def source_of(head: DraftModule) -> DraftSource:

@@ -190,8 +190,8 @@ def _is_penalty(processor: Any, batch_size: int) -> bool:
 def _before_nodes(text: Text, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of the text and the path up to each node of a draft, ``[b, t + 1, s]``, -1 for those of other paths,
     and their columns in the text, ``[b, 1, s]``."""
-    device, b, width = text.ids.device, text.batch_size, max(text.lengths)
-    tree = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
+    device, b, width = text.device, text.batch_size, max(text.lengths)
+    tree = draft.tree()
     nodes = tree or TreeLayout.replay(draft.size + 1, behind=0)  # a line
     ends = RowNumbers(text.lengths).on(device)
     of_text = torch.arange(width, device=device).expand(b, -1)

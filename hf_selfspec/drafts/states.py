@@ -7,6 +7,8 @@ head          entry ``e`` of its cache is made of  a draft's first step reads   
 ============  ===================================  ==============================  ==================================
 MTP, EAGLE-3  state of token ``e``, token e + 1    entries up to ``n``             entries made of the model's states;
                                                                                    those of drafted tokens are made anew
+P-EAGLE       the same; behind ``n`` the mask's    the same, and the masked ones,  as EAGLE-3's; masked entries are
+              state and token                      in one forward                  written over
 block         state of token ``e``                 entries up to ``n``, and the    entries of verified tokens; the next
                                                    block's own, behind them        block is written over this one
 adapter       state of token ``e`` after layer E   entries up to ``n`` and that    entries of verified tokens; those of

@@ -17,7 +17,7 @@ from ..model.cache.handover import hand_back
 from ..model.forward_pass import ForwardPass
 from ..model.inputs import Inputs
 from ..model.kernels.experts import decoding_experts
-from ..model.layout import TreeLayout
+from ..model.layout import Tokens
 from ..model.logits import Logits, Tops
 from ..model.module_tools import is_tensor_parallel, switches_of
 from ..model.target import Target, prefill
@@ -51,17 +51,19 @@ class Decoder:
         self._rows_level = self.output.in_step or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
+        # Whether tokens that the host knows can go where the model takes them.
+        self._knows_device = self.text.device == self.target.model.device
         # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.
         self._ids: torch.Tensor | None = None
         self._switches = switches_of(self.target.model) if self.output.in_step else None
 
     def run(self) -> torch.Tensor:
         """Generates and returns the ids ``[b, s]`` as ``generate`` does."""
-        started, begun = perf_counter(), moment(self.text.ids.device)
+        started, begun = perf_counter(), moment(self.text.device)
         drafter = self.draft
         for grammar in self.scorer.grammars:
             grammar.begin(self.text.ids[:, : self.text.prompt_width].clone(), self.vocabulary)
-        last_logits = prefill(self.target, self.inputs).to(self.text.ids.device, torch.float32)
+        last_logits = prefill(self.target, self.inputs).to(self.text.device, torch.float32)
         for grammar in self.scorer.grammars:
             grammar.fit(last_logits.shape[-1])
         logits, prefilled = Logits(last_logits[:, None]), moment(last_logits.device)
@@ -140,7 +142,7 @@ class Decoder:
         return self.waits_for(unfinished or (self.keeps_rows and self.output.ends_unevenly() and not self._ran_out))
 
     def _round(self) -> None:
-        begun = moment(device := self.text.ids.device)
+        begun = moment(device := self.text.device)
         draft, tops = Draft.none(self.text), None
         with self._surviving():
             draft = self.draft.propose(self.text, self._max_new())
@@ -170,10 +172,14 @@ class Decoder:
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        nodes = None if draft.parents is None else TreeLayout.of_tree(draft.parents, draft.listed)
-        tokens = text.last_tokens()
-        if draft.size:
-            tokens = torch.cat([tokens, draft.on(text.ids.device, nodes)], dim=1)
+        last, listed, device = text.last_ids(), draft.listed, text.device
+        nodes = draft.tree(last)
+        tokens: Tokens
+        if listed is not None and last and draft.states is None and self._knows_device:
+            tokens = [[token, *row] for token, row in zip(last, listed, strict=True)]
+        else:
+            tokens = text.last_tokens()
+            tokens = torch.cat([tokens, draft.on(device, nodes)], dim=1) if draft.size else tokens
         if target.is_exact and draft.size >= MOST_TOKENS:
             raise UnsupportedOptionError(f"SelfSpec(exact=True) takes drafts below {MOST_TOKENS} tokens: {draft.size}.")
         roots = text.last_slots()
@@ -181,7 +187,8 @@ class Decoder:
         can_start_later = nodes is None or not target.anatomy.is_recurrent
         can_start_later &= all(layer >= draft.prefix for layer in target.verified_layers)
         start, states = (draft.prefix, draft.states) if can_start_later and draft.states is not None else (0, None)
-        if states is not None and (ready := states.shape[1]) < tokens.shape[1]:
+        if states is not None and (ready := states.shape[1]) <= draft.size:
+            assert isinstance(tokens, torch.Tensor)
             lower = target.step(
                 tokens[:, ready:],
                 roots if nodes is not None else roots.ahead(ready),
@@ -200,10 +207,10 @@ class Decoder:
         step = target.step(tokens, roots, run, nodes)
         target.verified = step.captured
         if step.logits is None:
-            return Logits(None, None, step.told, (*tokens.shape, self._width))
+            return Logits(None, None, step.told, (text.batch_size, draft.size + 1, self._width))
         # 16-bit logits have the argmax of their float32 copies, which take more memory, but a CPU is faster with them.
-        as_they_are = self._is_greedy and text.ids.device.type != "cpu" and step.logits.itemsize < 4
-        values = step.logits.to(text.ids.device, None if as_they_are else torch.float32)
+        as_they_are = self._is_greedy and device.type != "cpu" and step.logits.itemsize < 4
+        values = step.logits.to(device, None if as_they_are else torch.float32)
         return Logits(values, target.active_rows, step.told)
 
     def _judge(self, draft: Draft, logits: Logits, tops: Tops | None = None) -> list[Verdict]:

@@ -114,7 +114,7 @@ class Stopper:
             ends = [[True]] * len(counts)
         elif self._strings and (most := max(counts)):
             rows = [verdict.tokens + [0] * (most - len(verdict.tokens)) for verdict in verdicts]
-            text.write_draft(upload(rows, text.ids.device), 0)
+            text.write_draft(upload(rows, text.device), 0)
             # The prefixes of all rows [b * most, s], as far as a stop string can reach back.
             width = max(criterion.maximum_token_len for criterion in self._strings)
             prefixes = text.around_ends(width - 1, most, _NO_TOKEN).unfold(1, width, 1).flatten(0, 1)

@@ -75,7 +75,7 @@ def verify(
     # Scores are computed for all nodes at once where processors allow it, and greedy ones are moved at once. On a CPU
     # those of drafts are computed one by one, since none is needed after a rejection, where they are drawn from (top-p
     # sorts the vocabulary for each) or depend on much text. Without a draft there is one node after the text.
-    device = text.ids.device
+    device = text.device
     grammar = scorer.grammar if draft.listed is not None and device.type != _ONE_BY_ONE else None
     at_once = scorer.at_once
     if device.type == _ONE_BY_ONE:

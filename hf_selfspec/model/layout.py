@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from .forks import cached_property
 from .transfer import RowNumbers, upload
+
+# Ids [b, s], those that the host knows as lists, or embeddings [b, s, d].
+Tokens = torch.Tensor | list[list[int]]
 
 
 @dataclass(frozen=True)
 class TreeLayout:
     """Tokens that are no plain line: for each row, or all, ``parents`` (earlier indices, -1: the text), ``depths``
-    (negative: text that runs again), ``hidden`` slots before them, and ``ids`` after the first."""
+    (negative: text that runs again), ``hidden`` slots before them, and ``ids`` where the host knows them."""
 
     parents: Sequence[Sequence[int]]
     depths: Sequence[Sequence[int]]
@@ -26,7 +30,7 @@ class TreeLayout:
     @classmethod
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
         """The layout of each row's last token, node 0, and its draft: ``parents`` of nodes 1 and up, -1 for one that
-        does not count and sees only itself and the text, and their ``ids``, if the host knows them."""
+        does not count and sees only itself and the text, and the ``ids`` of all, if the host knows them."""
         depths = []
         for row in parents:
             depth = [0]
@@ -59,27 +63,36 @@ class TreeLayout:
         return self.packed(device)[:, :, self.size]
 
     def tokens(self, device: torch.device) -> torch.Tensor:
-        """The ids ``[b, t - 1]``."""
-        return self.packed(device)[:, 1:, -1]
+        """The ids ``[b, t]``."""
+        return self.packed(device)[:, :, -1]
 
     def ancestry(self, device: torch.device) -> torch.Tensor:
         """Whether the column's token is the row's token or one of its ancestors, ``[1 or b, t, t]``."""
         return self.packed(device)[:, :, : self.size].bool()
 
     def packed(self, device: torch.device) -> torch.Tensor:
-        """The ancestry, followed by depths and ids, ``[1 or b, t, t + 2]``, uploaded once."""
+        """The :meth:`numbers`, uploaded once."""
         if device not in self._on:
-            packed = np.zeros((len(self.parents), self.size, self.size + 2), dtype=np.int64)
-            packed[:, :, self.size] = self.depths
-            if self.ids is not None:
-                packed[:, 1:, -1] = self.ids
-            for row, parents in zip(packed[:, :, : self.size], self.parents, strict=True):
-                for index, parent in enumerate(parents):
-                    if parent >= 0:
-                        row[index] = row[parent]
-                    row[index, index] = 1
-            self._on[device] = upload(packed, device)
+            self._on[device] = upload(self.numbers(self.size), device)
         return self._on[device]
+
+    def numbers(self, size: int) -> np.ndarray:
+        """The ancestry, followed by depths and ids, ``[1 or b, size, size + 2]``; tokens that are missing see only
+        themselves, at the position of the first one."""
+        b, t = len(self.parents), self.size
+        numbers = np.zeros((b, size, size + 2), dtype=np.int64)
+        numbers[:, :t, size] = self.depths
+        if self.ids is not None:
+            numbers[:, :t, -1] = self.ids
+        ancestry = list[int]()  # of each token, a bit for each of the row
+        for row, parents in enumerate(self.parents):
+            for index, parent in enumerate(parents):
+                ancestry.append(1 << index | (ancestry[row * size + parent] if parent >= 0 else 0))
+            ancestry += [1 << index for index in range(t, size)]
+        in_bytes = b"".join(bits.to_bytes(-(-size // 8), "little") for bits in ancestry)
+        bits = np.unpackbits(np.frombuffer(in_bytes, np.uint8).reshape(b, size, -1), axis=-1, bitorder="little")
+        numbers[:, :, :size] = bits[:, :, :size]
+        return numbers
 
     def windows(self, width: int, device: torch.device) -> torch.Tensor:
         """For each token of one row the last ``width`` columns on its path, of the text's last ``width`` and the
@@ -109,15 +122,28 @@ class TreeLayout:
 class StepTokens:
     """The tokens of one forward, of the rows that take part."""
 
-    tokens: torch.Tensor  # [b, s] ids, or [b, s, d] embeddings
+    given: Tokens
+    device: torch.device  # where they are to be
     starts: RowNumbers  # slot of each row's first token
     last: int  # the last position that one can have
     nodes: TreeLayout | None = None  # the draft tree, None for a line
     first_node: int = 0  # the first of its nodes that is among the tokens; earlier ones are in the cache
     counts: Sequence[int] | None = None  # for a prefill the number of real tokens in each row
 
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """``[b, s]`` or ``[b, s, d]``; those that the host knows are uploaded together with their layout."""
+        if isinstance(self.given, torch.Tensor):
+            return self.given
+        return upload(self.given, self.device) if self.nodes is None else self.nodes.tokens(self.device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(b, s)``."""
+        return len(self.given), len(self.given[0])
+
     def positions(self) -> torch.Tensor:
-        (b, s), device = self.tokens.shape[:2], self.tokens.device
+        (b, s), device = self.shape, self.device
         if self.nodes is None:
             return self.starts.onwards(s, device).expand(b, s)
         offsets = self.nodes.offsets(device)[:, self.first_node :] - self.first_node

@@ -24,7 +24,7 @@ from .forks import cached_property
 from .forward_pass import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
 from .inputs import DecodeInputs, Inputs
 from .internals import prefill as prefill_plainly
-from .layout import StepTokens, TreeLayout
+from .layout import StepTokens, Tokens, TreeLayout
 from .linear import few_token_linears
 from .module_tools import ROW_BLIND, clock_of, forward_parameters
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
@@ -198,7 +198,7 @@ class Target:
 
     def step(
         self,
-        tokens: torch.Tensor,
+        tokens: Tokens,
         cursors: Sequence[int],
         run: ForwardPass | None = None,
         nodes: TreeLayout | None = None,
@@ -211,10 +211,11 @@ class Target:
         run = ForwardPass(self.full_plan) if run is None else run
         self.forwards += 1
         rows, starts = self.active_rows, RowNumbers.of(cursors)
-        run.is_exact = self.is_exact and counts is None and tokens.shape[1] <= MOST_TOKENS
+        width, device = len(tokens[0]), self.model.device if isinstance(tokens, list) else tokens.device
+        run.is_exact = self.is_exact and counts is None and width <= MOST_TOKENS
         if self.is_exact and counts is None and (behind := self.roots[0] - starts[0]) > 0:
             # Keys and values of the text, which a look back writes again, have to stay as they are.
-            starts, nodes = self.roots, TreeLayout.replay(tokens.shape[1], behind)
+            starts, nodes = self.roots, TreeLayout.replay(width, behind)
         # A prefill shows what blocks return, and the mixed precision in accelerate's forward, which only layers see.
         is_looked_at = counts is not None and (
             "forward" in vars(self.model) or not knows_blocks(self.model, self.anatomy)
@@ -223,7 +224,8 @@ class Target:
             self.install()
         if rows is not None:
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
-        step_tokens = StepTokens(tokens, starts.ahead(first_node), self.last_position(), nodes, first_node, counts)
+        begins, last = starts.ahead(first_node), self.last_position()
+        step_tokens = StepTokens(tokens, device, begins, last, nodes, first_node, counts)
         if self.graphs is None or counts is not None:
             run.logits = self.run_eagerly(step_tokens, run)
         else:

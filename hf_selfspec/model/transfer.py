@@ -22,10 +22,13 @@ Moment = Any
 
 def upload(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
     """Puts an array, or nested sequences of equal lengths, on a device, without waiting for a GPU's queue to empty."""
+    return ready_for(device, numbers).to(device, non_blocking=device.type == "cuda")
+
+
+def ready_for(device: torch.device, numbers: Sequence[Any] | np.ndarray) -> torch.Tensor:
+    """Puts an array, or sequences, where a device can copy them from while the host goes on."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else torch.tensor(numbers, device="cpu")
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def wait_for(device: torch.device) -> None:
@@ -137,6 +140,10 @@ class RowNumbers(tuple[int, ...]):
     @cached_property
     def _tensors(self) -> dict[torch.device, torch.Tensor]:
         return {}
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Gives them as a tensor ``[b, 1]``, which so needs no upload."""
+        self._tensors[tensor.device] = tensor
 
     def ahead(self, count: int) -> RowNumbers:
         if not count:

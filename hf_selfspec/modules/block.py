@@ -1,16 +1,15 @@
-"""Block heads as others publish them: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+"""Block heads: DFlash (arXiv 2602.06036), DFlash2 (https://inco.ai/blog/dflash2) and DSpark (arXiv 2607.05147).
 
 One forward over a block, the text's last token and mask tokens behind it, drafts a token in each of its slots.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.nn import functional
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -18,44 +17,27 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
     rotate_half,
 )
-from typing_extensions import Self
 
 from ..errors import SettingError
 from ..model.anatomy import Anatomy
 from ..model.attention.interface import MaskSpec, grouped_attention
+from ..model.head import NOTHING
 from ..model.linear import FewTokenLinear
 from ..validation import MOST_DRAFT, check_count
-from .draft_module import (
-    CONFIG,
-    DIGEST,
-    WEIGHTS,
-    About,
-    DraftModule,
-    check_save,
-    file_of,
-    published_weights,
-    read_config,
-    read_tensors,
-    reading,
-    register_format,
-)
-from .eagle import tokens_of
+from .draft_module import CONFIG, About, Config, DraftModule, check_served, told
 from .mtp import check_states
 
-# Settings of speculators' format with their defaults; ``window_of`` is ours.
-_USUAL: dict[str, Any] = {
+# Settings of speculators' format with their defaults there; those from ``window_of`` on are ours.
+DEFAULTS: Config = {
     "speculators_model_type": "dflash", "transformer_layer_config": {}, "draft_vocab_size": 32000, "block_size": 8,
     "aux_hidden_state_layer_ids": None, "mask_token_id": None, "target_hidden_size": None,
-    "sliding_window_non_causal": False, "sample_from_anchor": False, "window_of": "anchor",
-    "markov_rank": 0, "markov_head_type": "vanilla", "enable_confidence_head": False,
-    "confidence_head_with_markov": True,
+    "sliding_window_non_causal": False, "sample_from_anchor": False, "markov_rank": 0, "markov_head_type": "vanilla",
+    "enable_confidence_head": False, "confidence_head_with_markov": True, "conv_kernel_size": 0, "conv_group_size": 16,
+    "selector_rank": 0, "selector_top_k": 16, "window_of": "anchor", "embedding_scale": 1.0, "logit_scale": 1.0,
+    "logit_cap": None,
 }  # fmt: skip
-_USUAL_DSPARK = {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True}
-_SERVED = ("dflash", "dspark")
 _MARKOV = ("vanilla", "gated", "rnn")
 _ROPES = ("default", "linear", "llama3", "yarn")
-# Parts of checkpoints that drafts do not need: `t2d` says the same as `d2t`, and the others are the model's own.
-_UNUSED = ("t2d", "embed_tokens.", "verifier_")
 
 
 class MarkovHead(nn.Module):
@@ -87,19 +69,64 @@ class MarkovHead(nn.Module):
         return self.markov_w2(embedded), memory
 
 
+class Selector(nn.Module):
+    """DFlash2's scores of a slot: ``U[c] + <A[x] * H h, B[c]>`` for the ``K`` most likely tokens ``c``, where ``x`` is
+    the token before the slot, ``h`` the slot's state and ``U`` its logits; other tokens are not drafted."""
+
+    def __init__(self, vocabulary: int, rank: int, candidates: int, width: int) -> None:
+        super().__init__()
+        self.candidates = candidates
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def forward(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Returns scores ``[b, v]`` of logits ``[b, v]``, states ``[b, d]`` and the tokens before the slots ``[b]``."""
+        highest, candidates = logits.topk(self.candidates)
+        context = self.predecessor_codebook[before] * self.hidden_projection(states)
+        edges = (self.successor_codebook[candidates] @ context[..., None])[..., 0]
+        return torch.full_like(logits, NOTHING).scatter(-1, candidates, highest + edges.to(highest))
+
+
+class BlockConvolution(nn.Module):
+    """DFlash2's mix of a slot with those before it in the block, ``Σ_t (base_t + δ_t) x_{i-t}``, of what enters
+    attention or an MLP, and what leaves; ``δ`` is a projection of what enters, one number for a group of channels."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what enters, mixed, and the kernels ``[b, B, taps, d]`` of what leaves; states are ``[b, B, d]``."""
+        kernels = self.kernel_projection(states).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        entering, leaving = (self.base_kernel + kernels).unbind(2)
+        return mixed(states, entering), leaving
+
+
+def mixed(states: torch.Tensor, kernels: torch.Tensor | None) -> torch.Tensor:
+    """States ``[b, B, d]`` mixed by kernels ``[b, B, taps, d]``, or as they are."""
+    if kernels is None:
+        return states
+    shifted = [functional.pad(states, (0, 0, tap, 0))[:, : states.shape[1]] for tap in range(kernels.shape[2])]
+    return (torch.stack(shifted, dim=2) * kernels).sum(2)
+
+
 class BlockHead(DraftModule):
     """Decoder layers of Qwen 3's form, which attend to the verified tokens (through a projection of the model's states)
     and to the block itself. Names of settings and weights are those of speculators.
 
     Args:
         about: see :class:`DraftModule`.
-        settings: see :data:`_USUAL`.
+        settings: see :data:`DEFAULTS`.
 
     Raises:
         SettingError: a setting is not allowed, or is that of a variant that is not served.
     """
 
     kind, usage, source = "block head", "SelfSpec(Cascade([Lookup(), Block({!r})]))", "Block"
+    keeps_type = True
     d2t: torch.Tensor | None
 
     def __init__(self, about: About = None, **settings: Any) -> None:
@@ -116,6 +143,10 @@ class BlockHead(DraftModule):
         )
         window = getattr(config, "sliding_window", None)
         self.windows = [window if attention == "sliding_attention" else None for attention in config.layer_types]
+        taps, group = settings["conv_kernel_size"], settings["conv_group_size"]
+        for layer in self.layers:
+            for name in ("attention_conv", "mlp_conv"):
+                setattr(layer, name, BlockConvolution(width, taps, group) if taps else None)
         self.norm, self.hidden_norm = Qwen3RMSNorm(width, eps), Qwen3RMSNorm(width, eps)
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
         is_whole = size == self.vocabulary
@@ -124,6 +155,10 @@ class BlockHead(DraftModule):
         with torch.device("cpu"):  # checkpoints do not hold its frequencies
             self.rotary = Qwen3RotaryEmbedding(config)
         self.markov_head = MarkovHead(self.vocabulary, size, rank, width, way) if rank else None
+        self.candidate_selector: Selector | None = None
+        if settings["selector_rank"]:
+            of_selector = settings["selector_rank"], min(settings["selector_top_k"], size)
+            self.candidate_selector = Selector(self.vocabulary, *of_selector, width)
         self.confidence_head: nn.ModuleDict | None = None
         if settings["enable_confidence_head"]:  # the probability that a slot's token is accepted, before a sigmoid
             inside = width + (rank if settings["confidence_head_with_markov"] else 0)
@@ -131,6 +166,14 @@ class BlockHead(DraftModule):
         for module in self.modules():
             if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
                 module.__class__ = FewTokenLinear
+
+    def facts(self) -> list[str]:
+        """See :meth:`DraftModule.facts`."""
+        name = "DSpark" if self.settings["speculators_model_type"] == "dspark" else "DFlash"
+        name += "2" * (self.candidate_selector is not None)
+        size = 0 if self.d2t is None else len(self.d2t)
+        of_layers = told(len(self.layers), self.width, self.state_layers, size, self.vocabulary)
+        return [f"{name} head (blocks of {self.num_tokens} tokens)", *of_layers]
 
     @property
     def num_tokens(self) -> int:
@@ -148,12 +191,7 @@ class BlockHead(DraftModule):
         # Heads in transformers' format may read what leaves the final norm, layer L.
         last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")
         vocabulary = self.vocabulary or len(model.get_input_embeddings().weight)
-        if not 0 <= self.mask_token < vocabulary:
-            raise SettingError(
-                f"this {self.kind} has the mask_token_id {self.mask_token}, and a vocabulary of {vocabulary}: its "
-                f"{CONFIG} was changed. Load the checkpoint again."
-            )
-        return check_states(self, model, self.state_layers, self.width, vocabulary, last)
+        return check_states(self, model, self.state_layers, self.width, vocabulary, last, self.mask_token)
 
     def take_in(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
         """Writes the keys and values of verified tokens, from the model's states of these ``[b, s, n d]``."""
@@ -186,14 +224,16 @@ class BlockHead(DraftModule):
         rotation = self.rotary(states, positions)
         masks = {window: self._mask(slots, length, is_even, window) for window in set(self.windows)}
         for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
-            attention, entered = layer.self_attn, layer.input_layernorm(states)
+            attention = layer.self_attn
+            entered, kernels = _entering(layer.attention_conv, layer.input_layernorm(states))
             query = _turned(attention.q_norm(_heads(attention, attention.q_proj(entered))), rotation)
             keys, values = cache.update(*_keys_and_values(attention, entered, rotation), number)
             attended, _ = grouped_attention(
                 spec, attention, query, keys, values, masks[window], scaling=attention.scaling, is_causal=False
             )
-            states = states + attention.o_proj(attended.flatten(2))
-            states = states + layer.mlp(layer.post_attention_layernorm(states))
+            states = states + mixed(attention.o_proj(attended.flatten(2)), kernels)
+            entered, kernels = _entering(layer.mlp_conv, layer.post_attention_layernorm(states))
+            states = states + mixed(layer.mlp(entered), kernels)
         output: torch.Tensor = self.norm(states)
         return output
 
@@ -216,23 +256,15 @@ class BlockHead(DraftModule):
                 visible = visible & (keys >= begin - window)
         return visible.expand(len(slots), self.block_size, length)[:, None]
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """Reads a checkpoint; see :class:`hf_selfspec.Block`."""
-        name = os.fspath(pretrained_model_name_or_path)
-        config, weights_file = read_config(cls.kind, name, **options), file_of(cls.kind, name, WEIGHTS, **options)
-        with reading(cls.kind, name):
-            settings = _settings_of(name, config)
-            tensors = {_renamed(key): value for key, value in read_tensors(weights_file).items()}
-            with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                head = cls(**settings)
-            if head.lm_head is not None:
-                tokens_of(tensors.get("d2t"), head.settings["draft_vocab_size"], head.vocabulary)
-            unused = _UNUSED if head.lm_head is not None else (*_UNUSED, "lm_head.", "d2t")
-            head.load_state_dict(published_weights(tensors, unused), assign=True)
-            if DIGEST in config:  # of ours, not published
-                check_save(config[DIGEST], weights_file)
-        return head.eval().requires_grad_(False)
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of an output head as the head was trained with them: scaled, and softly capped."""
+        scale, cap = self.settings["logit_scale"], self.settings["logit_cap"]
+        logits = logits if scale == 1.0 else logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _entering(convolution: BlockConvolution | None, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (states, None) if convolution is None else convolution(states)
 
 
 def _heads(attention: Any, values: torch.Tensor) -> torch.Tensor:
@@ -252,88 +284,41 @@ def _keys_and_values(
     return _turned(keys, rotation), _heads(attention, attention.v_proj(entered))
 
 
-def is_block_head(config: dict[str, Any]) -> bool:
-    """Whether a configuration is that of a block head, in any of the formats, served or not."""
-    named = str(config.get("speculators_model_type", ""))
-    return named.startswith(("dflash", "dspark")) or "dflash_config" in config or "target_layer_ids" in config
-
-
-register_format(is_block_head, BlockHead.from_pretrained)
-
-
-def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a head from a configuration in one of the formats."""
-    if "speculators_model_type" in config:
-        usual = _USUAL | (_USUAL_DSPARK if config["speculators_model_type"] == "dspark" else {})
-        return {key: config.get(key, value) for key, value in (usual | {"about": None}).items()}
-    if "dflash_config" in config:
-        raise _not_served(name, "the format of DFlash's authors, of which `speculators convert` makes speculators'")
-    if config.get("model_type") != "muse_glimmer_assistant":
-        raise SettingError(
-            f"{name} holds no block head: its {CONFIG} is neither that of a DFlash or DSpark head of speculators, "
-            "nor of a DFlash head of transformers. Give the folder or the Hub repository of one."
-        )
-    # Its decoder layers have Qwen 3's form; its vocabulary is the model's.
-    layer = AutoConfig.for_model(**config).to_dict() | {"model_type": "qwen3", "use_sliding_window": True}
-    return _USUAL | {
-        "transformer_layer_config": layer | {"vocab_size": 0},
-        "draft_vocab_size": 0,
-        "block_size": layer["block_size"],
-        "mask_token_id": layer["mask_token_id"],
-        "aux_hidden_state_layer_ids": [number + 1 for number in layer["target_layer_ids"]],
-        "sliding_window_non_causal": True,
-        "window_of": "slot",
-    }
-
-
-def _renamed(key: str) -> str:
-    """The name in speculators' format of a weight of transformers'."""
-    return key.replace("encoder.fc.", "fc.").replace("encoder.output_norm_enc.", "hidden_norm.")
-
-
-def _not_served(name: str, *variants: str) -> SettingError:
-    return SettingError(
-        f"{name} is a variant that is not served: {', '.join(variants)}. Take a DFlash or DSpark head with layers of "
-        "Qwen 3's form, in full attention or in windows; an EAGLE-3 head loads with MTP.from_eagle3."
-    )
-
-
-def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+def _checked(settings: Config) -> Config:
     name = "this block head"
-    if unknown := sorted(settings.keys() - _USUAL.keys()):
+    if unknown := sorted(settings.keys() - DEFAULTS.keys()):
         raise SettingError(f"{name} has unknown settings: {', '.join(unknown)}.")
-    settings = _USUAL | settings
-    if variants := list(_variants(settings, settings["transformer_layer_config"])):
-        model_type = settings["speculators_model_type"]
-        raise _not_served(name if model_type in _SERVED else f"{name} ({model_type})", *variants)
+    settings = DEFAULTS | settings
+    _check_variants(name, settings, settings["transformer_layer_config"])
     check_count("block_size", settings["block_size"], least=2, most=MOST_DRAFT)
     if not isinstance(settings["mask_token_id"], int):
         raise SettingError(f"{name} has no mask_token_id, without which there is no block. Add it to its {CONFIG}.")
     return settings
 
 
-def _variants(settings: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
-    """What a head has that is not served."""
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if (model_type := settings["speculators_model_type"]) not in _SERVED:
-        yield str(model_type)
-    if layer.get("model_type", "qwen3") not in ("qwen3", "llama"):
-        yield f"layers of {layer['model_type']}"
-    if settings["target_hidden_size"] not in (None, layer.get("hidden_size")):
-        yield "target_hidden_size"
-    if settings["markov_rank"] and settings["markov_head_type"] not in _MARKOV:
-        yield f"a Markov head of type {settings['markov_head_type']}"
-    if settings["enable_confidence_head"] and settings["confidence_head_with_markov"] and not settings["markov_rank"]:
-        yield "a confidence head that reads a Markov head, without one"
-    if rope_type not in _ROPES or any(isinstance(value, dict) for value in rope.values()):
-        yield f"rotary positions of type {rope_type}, or of several types"
-    for setting in ("partial_rotary_factor", "mlp_bias"):
-        if rope.get(setting, layer.get(setting)) not in (None, False, 1.0):
-            yield setting
+def _check_variants(name: str, settings: Config, layer: Config) -> None:
+    rope, size = layer.get("rope_parameters") or layer.get("rope_scaling") or {}, settings["draft_vocab_size"]
+    rope_type, rank = rope.get("rope_type", rope.get("type", "default")), settings["markov_rank"]
+    of_confidence = settings["enable_confidence_head"] and settings["confidence_head_with_markov"]
+    partly = {name: rope.get(name, layer.get(name)) for name in ("partial_rotary_factor", "mlp_bias")}
+    check_served(
+        name,
+        {
+            f"layers of {layer.get('model_type')}": layer.get("model_type", "qwen3") not in ("qwen3", "llama"),
+            "target_hidden_size": settings["target_hidden_size"] not in (None, layer.get("hidden_size")),
+            f"a Markov head of type {settings['markov_head_type']}": bool(rank)
+            and settings["markov_head_type"] not in _MARKOV,
+            "a confidence head that reads a Markov head, without one": of_confidence and not rank,
+            "a selector with a reduced vocabulary or a Markov head": bool(settings["selector_rank"])
+            and (size != layer.get("vocab_size") or bool(rank)),
+            f"rotary positions of type {rope_type}, or of several types": rope_type not in _ROPES
+            or any(isinstance(value, dict) for value in rope.values()),
+            **{name: value not in (None, False, 1.0) for name, value in partly.items()},
+        },
+    )
 
 
-def _layers(settings: dict[str, Any]) -> PreTrainedConfig:
+def _layers(settings: Config) -> PreTrainedConfig:
     config = AutoConfig.for_model(**{"model_type": "qwen3"} | settings["transformer_layer_config"])
     if getattr(config, "layer_types", None) is None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers

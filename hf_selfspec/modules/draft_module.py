@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -27,12 +27,23 @@ from ..model.fingerprint import Fingerprint
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # In the config: what kind of part it is, and of which weights, since files are replaced one by one.
 _KIND, DIGEST = "kind", "weights_sha256"
-# How a config tells what a folder holds, and what loads it.
-_formats: list[tuple[Callable[[dict[str, Any]], bool], Callable[[str], Any]]] = []
 # Copies of modules on other devices, or of other types, with the weights that were copied, and their state then.
 _copies = weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], Any]]()
 _M = TypeVar("_M", bound="DraftModule")
 About: TypeAlias = dict[str, Any] | None
+Config: TypeAlias = dict[str, Any]
+
+
+class Format(NamedTuple):
+    """How a config tells what a folder holds, what loads it, and what makes it from its name and config alone, without
+    weights."""
+
+    is_format: Callable[[Config], bool]
+    load: Callable[..., Any]
+    make: Callable[[str, Config], Any] | None
+
+
+_formats: list[Format] = []
 
 
 class DraftModule(nn.Module, PyTorchModelHubMixin):
@@ -45,6 +56,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         kind: what messages and the config call such a module.
         usage: the expression of a ``SelfSpec`` that drafts with the folder ``{!r}``, for command lines.
         source: the name of the registered draft source that drafts with it where it is attached to a model.
+        keeps_type: whether weights stay in the type in which they were saved, else they become float32.
         about: ``{"fingerprint": ..., "recipe": ..., "figures": ...}``: the model that it belongs to, how it was fitted
             and what was measured then.
     """
@@ -52,11 +64,12 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
     kind: ClassVar[str] = "part"
     usage: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    keeps_type: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "kind" in vars(cls):  # otherwise a variant would load what the class before it has saved
-            register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained)
+            register_format(lambda config: config.get(_KIND) == cls.kind, cls.from_pretrained, cls._made)
 
     def __init__(self, about: About = None) -> None:
         super().__init__()
@@ -64,6 +77,16 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
+
+    def __str__(self) -> str:
+        """What it is, in one line: kind, layers and vocabulary, and the model that it was made for."""
+        model, recipe = (self.about.get(entry) or {} for entry in ("fingerprint", "recipe"))
+        made_for = f"{model['model']} of {model['num_layers']} layers" if model else recipe.get("made for")
+        return ", ".join([*self.facts(), *([f"made for {made_for}"] if made_for else [])])
+
+    def facts(self) -> list[str]:
+        """What ``str`` tells but for the model."""
+        return [self.kind]
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Returns the module itself if it is on the device and of the type (by default its own), else a copy, which is
@@ -128,26 +151,30 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         name = os.fspath(pretrained_model_name_or_path)
         settings = read_config(cls.kind, name, **options)
         if cls is DraftModule:
-            if (load := loader_of(settings)) is None:
+            if (known := format_of(settings)) is None:
                 raise SettingError(
                     f"{name} holds no part: its {CONFIG} has no kind that is known here. Give the folder or the Hub "
                     "repository of a fitted part, or of a DFlash, DSpark or EAGLE-3 head; if its class is your own, "
                     "import the module that defines it before loading."
                 )
-            return cast(Self, load(name, **options))
+            return cast(Self, known.load(name, **options))
         weights_file = file_of(cls.kind, name, WEIGHTS, **options)
         with reading(cls.kind, name):
-            if (kind := settings.pop(_KIND, None)) != cls.kind:
+            if (kind := settings.get(_KIND)) != cls.kind:
                 raise ValueError(f"{CONFIG} is that of {kind!r}")
-            digest = settings.pop(DIGEST, None)
-            with torch.device("meta"):  # no memory is allocated for what the settings want, but the weights do not have
-                module = cls(**settings)
+            digest, module = settings.get(DIGEST), cls._made(name, settings)
             tensors = read_tensors(weights_file)
             module.load_state_dict(tensors, assign=True)
             if key := not_finite(tensors):
                 raise ValueError(f"weights that are not finite: {key}")
             check_save(digest, weights_file)  # last, so that files that are replaced meanwhile are noticed, too
-        return module.float().eval()
+        return (module if cls.keeps_type else module.float()).eval()
+
+    @classmethod
+    def _made(cls, name: str, settings: Config) -> Self:
+        """A module without weights: no memory is allocated for what settings want, but a file may not have."""
+        with torch.device("meta"):
+            return cls(**{key: value for key, value in settings.items() if key not in (_KIND, DIGEST)})
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
         """Like huggingface_hub's, but the folder is written as a whole or not at all.
@@ -183,19 +210,24 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
         )
 
 
-def register_format(is_format: Callable[[dict[str, Any]], bool], load: Callable[..., Any]) -> None:
-    """Lets ``load`` read folders and repositories with a config that ``is_format``."""
-    _formats.insert(0, (is_format, load))
+def register_format(
+    is_format: Callable[[Config], bool],
+    load: Callable[..., Any],
+    make: Callable[[str, Config], Any] | None = None,
+) -> None:
+    """Lets ``load`` read folders and repositories with a config that ``is_format``, see :class:`Format`."""
+    _formats.insert(0, Format(is_format, load, make))
 
 
-def loader_of(config: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns what loads a folder with this config, if it is one of a part."""
-    load = next((load for is_format, load in _formats if is_format(config)), None)
-    if load is None and _KIND in config:
+def format_of(config: Config) -> Format | None:
+    """Returns the format of a folder with this config, if it is one of a part."""
+    for _ in range(2):
+        for known in _formats:
+            if known.is_format(config):
+                return known
         for name in hf_selfspec.__all__:  # this package's own kinds, whose modules nothing may have used yet
             getattr(hf_selfspec, name)
-        load = next((load for is_format, load in _formats if is_format(config)), None)
-    return load
+    return None
 
 
 def _state(weights: Sequence[torch.Tensor]) -> list[int | None]:
@@ -265,13 +297,21 @@ def reading(kind: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def published_weights(tensors: dict[str, torch.Tensor], unused: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Returns the tensors whose names do not begin with ``unused``, floating-point ones in the type of ``fc``'s."""
-    tensors = {key: value for key, value in tensors.items() if not key.startswith(unused)}
-    if key := not_finite(tensors):
-        raise ValueError(f"{key} is not finite")
-    dtype = tensors["fc.weight"].dtype
-    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in tensors.items()}
+def check_served(name: str, refused: dict[str, bool]) -> None:
+    """Raises if a head has something that is not served."""
+    if variants := ", ".join(variant for variant, is_there in refused.items() if is_there):
+        raise SettingError(
+            f"{name} is a variant that is not served: {variants}. The guide has a table of the formats that are."
+        )
+
+
+def told(count: int, width: int, read: Sequence[int], size: int, vocabulary: int) -> list[str]:
+    """Says how many layers of which width a head has, the states before which of the model's it reads, and how many
+    tokens of which vocabulary it drafts, 0 for all, or where it is not known."""
+    layers = f"{count} layer{'s' * (count > 1)} of width {width}"
+    states = [f"reads the states before the layers {', '.join(map(str, read))}"] if read else []
+    of = f"{vocabulary:,} tokens" if vocabulary else "tokens"
+    return [layers, *states, f"drafts {size:,} of {of}" if 0 < size != vocabulary else f"drafts all {of}"]
 
 
 def about(model: PreTrainedModel, recipe: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

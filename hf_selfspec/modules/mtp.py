@@ -19,7 +19,7 @@ from ..model.linear import FewTokenLinear
 from ..model.module_tools import forward_parameters
 from ..model.patching import states_of
 from ..model.prompt import cache_name
-from .draft_module import About, DraftModule
+from .draft_module import About, DraftModule, told
 
 # Entries of a config that have a value for each layer.
 PER_LAYER = ("layer_types", "mlp_layer_types")
@@ -31,27 +31,28 @@ def last_layer_with(config: PreTrainedConfig, num_layers: int, attention: str = 
     return max((index for index, layer_type in enumerate(types) if layer_type == attention), default=num_layers - 1)
 
 
-def config_of_layer(config: PreTrainedConfig, index: int) -> dict[str, Any]:
-    """Returns the config of a model that has only this layer of another one, and no vocabulary."""
+def config_of_layer(config: PreTrainedConfig, index: int, count: int = 1) -> dict[str, Any]:
+    """Returns the config of a model that has only this layer of another one, or as many from it on, and no
+    vocabulary."""
     of_layer = copy.deepcopy(config)
     for name in PER_LAYER:
         if (values := getattr(config, name, None)) is not None:
-            setattr(of_layer, name, [values[index]])
+            setattr(of_layer, name, values[index : index + count])
     if (dense := getattr(config, "first_k_dense_replace", None)) is not None:
         of_layer.first_k_dense_replace = int(index < dense)
     if hasattr(of_layer, "quantization_config"):
         del of_layer.quantization_config
-    of_layer.num_hidden_layers = of_layer.vocab_size = 1
+    of_layer.num_hidden_layers, of_layer.vocab_size = count, 1
     of_layer.pad_token_id = of_layer.bos_token_id = of_layer.eos_token_id = None
     return of_layer.to_dict()
 
 
 class _Layer(nn.Module):
-    """A decoder of the model's own class with one layer, which runs by that model's code."""
+    """A decoder of the model's own class, which runs by that model's code, with one layer, or several of EAGLE-3."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.width = config.hidden_size
+        self.width, self.depth = config.hidden_size, config.num_hidden_layers
         decoder: Any = Anatomy.of(AutoModelForCausalLM.from_config(config)).stack
         decoder.set_input_embeddings(nn.Identity())
         self.decoder = decoder
@@ -109,7 +110,7 @@ class MtpLayer(_Layer):
 
 
 class EagleLayer(_Layer):
-    """The layer of an EAGLE-3 head (arXiv 2503.01840): its attention reads ``[norm(embedding); norm(h)]``."""
+    """The layers of an EAGLE-3 head (arXiv 2503.01840): the first's attention reads ``[norm(embedding); norm(h)]``."""
 
     def __init__(self, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
         super().__init__(config)
@@ -149,7 +150,13 @@ def _compute_buffers(decoder: PreTrainedModel) -> None:
 
 
 def check_states(
-    head: DraftModule, model: PreTrainedModel, layers: tuple[int, ...], width: int, vocabulary: int, last: int
+    head: DraftModule,
+    model: PreTrainedModel,
+    layers: tuple[int, ...],
+    width: int,
+    vocabulary: int,
+    last: int,
+    mask_token: int = 0,
 ) -> tuple[int, ...]:
     """Returns the layers whose entering states a head reads, up to ``last``; raises if it is not for this model."""
     (model_vocabulary, model_width), anatomy = model.get_input_embeddings().weight.shape, Anatomy.of(model)
@@ -160,6 +167,8 @@ def check_states(
         trouble = f"takes states of width {width}, and the model has {model_width}"
     elif vocabulary != model_vocabulary:
         trouble = f"has a vocabulary of {vocabulary}, and the model of {model_vocabulary}"
+    elif not 0 <= mask_token < vocabulary:  # on a GPU a look-up would be the end of the process
+        trouble = f"has the mask token {mask_token}, and a vocabulary of {vocabulary}"
     elif not 0 <= layers[0] <= layers[-1] <= last or list(layers) != sorted(set(layers)):
         trouble = f"reads the states before layers {list(layers)}, and the model has {n}"
     else:
@@ -181,7 +190,9 @@ class MtpHead(DraftModule):
             leaves its final norm; a projection makes one state of theirs (EAGLE-3, arXiv 2503.01840). By default what
             leaves the final norm is read as it is, by an EAGLE-3 head the layers 2, ``L // 2`` and ``L - 3``.
         eagle3: settings of an EAGLE-3 head, which :meth:`hf_selfspec.MTP.from_eagle3` makes: the model's
-            ``vocabulary``, ``norm_before_residual``, ``norm_output``, and ``own_embedding``.
+            ``vocabulary``, ``norm_before_residual``, ``norm_output``, and ``own_embedding``; with norms before ``fuse``
+            their number, ``norms_before_fuse``; for P-EAGLE (arXiv 2602.01469), which drafts ``num_tokens`` in one
+            forward, the ``mask_token`` of the places behind the first, whose state is the parameter ``mask_state``.
 
     Raises:
         SettingError: ``configs`` are not those of a causal LM that transformers knows.
@@ -201,6 +212,7 @@ class MtpHead(DraftModule):
     ) -> None:
         super().__init__(about)
         self.configs, self.eagle3 = configs, eagle3
+        self.num_tokens = (eagle3 or {}).get("num_tokens", 1)  # in one forward
         self.state_layers = tuple(map(int, state_layers))
         self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
@@ -212,10 +224,16 @@ class MtpHead(DraftModule):
                 )
                 width, count = self.layers[0].width, len(self.state_layers) or (0 if eagle3 is None else 3)
                 self.fuse = nn.Linear(count * width, width, bias=False) if count else nn.Identity()
+                self.fuse_norm = nn.ModuleList()
+                self.mask_state: nn.Parameter | None = None
                 self.embedding: nn.Embedding | None = None
                 self.output: nn.Sequential | None = None
                 if eagle3 is not None:  # they are not the model's
                     norm = self.layers[0].decoder.layers[0].hidden_norm
+                    for parts in [eagle3.get("norms_before_fuse", 0)] * eagle3.get("norms_before_fuse", 0):
+                        self.fuse_norm.append(nn.RMSNorm(count * width // parts, layers[0].rms_norm_eps))
+                    if "mask_token" in eagle3:
+                        self.mask_state = nn.Parameter(torch.empty(count * width))
                     norm = nn.Identity() if eagle3["norm_output"] else copy.deepcopy(norm)
                     self.embedding = nn.Embedding(eagle3["vocabulary"], width) if eagle3["own_embedding"] else None
                     self.output = nn.Sequential(norm, FewTokenLinear(width, size, bias=False))
@@ -228,6 +246,21 @@ class MtpHead(DraftModule):
                 "MtpHead.of(model) makes a head for a model."
             ) from error
 
+    def facts(self) -> list[str]:
+        """See :meth:`DraftModule.facts`."""
+        kind, eagle3 = self.kind, self.eagle3 or {"vocabulary": 0}
+        if self.eagle3 is not None:
+            kind = "EAGLE-3 head" if self.mask_state is None else f"P-EAGLE head ({self.num_tokens} tokens at once)"
+        count, size = sum(layer.depth for layer in self.layers), 0 if self.tokens is None else len(self.tokens)
+        return [kind, *told(count, self.layers[0].width, self.state_layers, size, eagle3["vocabulary"])]
+
+    def fused(self, states: torch.Tensor) -> torch.Tensor:
+        """What enters the first layer, ``[b, s, d]``, of the model's states ``[b, s, n d]``."""
+        if norms := list(self.fuse_norm):
+            parts = zip(norms, states.chunk(len(norms), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return cast(torch.Tensor, self.fuse(states))
+
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits ``[..., v]`` of states ``[..., d]`` by the head's own output head."""
         output, tokens, eagle3 = cast(Any, (self.output, self.tokens, self.eagle3))
@@ -235,13 +268,14 @@ class MtpHead(DraftModule):
 
     def read_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Returns the layers of a model whose entering states are read; raises if the head is not for this model."""
-        vocabulary, width = model.get_input_embeddings().weight.shape
+        (vocabulary, width), eagle3 = model.get_input_embeddings().weight.shape, self.eagle3
         n = last = Anatomy.of(model).num_layers
         usual: tuple[int, ...] = (n,)
-        if self.eagle3 is not None:
-            vocabulary, usual, last = self.eagle3["vocabulary"], (2, n // 2, n - 3), n - 1
+        if eagle3 is not None:
+            vocabulary, usual, last = eagle3["vocabulary"], (2, n // 2, n - 3), n - 1
         wrong_widths = [layer.width for layer in self.layers if layer.width != width] or [width]
-        return check_states(self, model, self.state_layers or usual, wrong_widths[-1], vocabulary, last)
+        mask = (eagle3 or {}).get("mask_token", 0)
+        return check_states(self, model, self.state_layers or usual, wrong_widths[-1], vocabulary, last, mask)
 
     def forward(
         self,
@@ -252,7 +286,7 @@ class MtpHead(DraftModule):
         layer: int = 0,
     ) -> torch.Tensor:
         """Returns the states ``[b, s, d]`` that go into the model's output head, and into the next layer, from the
-        tokens' embeddings and what ``fuse`` makes of the model's states before them, or the last layer returned."""
+        tokens' embeddings and what :meth:`fused` makes of the states before them, or the last layer returned."""
         dtype, module = next(self.parameters()).dtype, self.layers[layer]
         return module(embeddings.to(dtype), states.to(dtype), positions, cache)
 
@@ -300,4 +334,4 @@ class MtpHead(DraftModule):
         """Runs each layer over two tokens, with keys and values alone in its cache."""
         for layer in self.layers:
             states = next(layer.parameters()).new_zeros(1, 2, layer.width)
-            layer(states, states, torch.arange(2, device=states.device)[None], SpeculativeCache(1, 1, 2))
+            layer(states, states, torch.arange(2, device=states.device)[None], SpeculativeCache(layer.depth, 1, 2))

@@ -72,7 +72,7 @@ LAYERS_ALONE = "model-mtp.safetensors"
 # The block of a model that has one layer alone.
 FIRST = "model.layers.0."
 # How configs of models with DeepSeek's names count MTP layers.
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 # What else may stand under a block's name: copies of the model's own embedding and head.
 _COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _QWEN = MtpFormat("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.{n}.")
@@ -183,7 +183,7 @@ def format_of(model: PreTrainedModel) -> MtpFormat:
 def ships_layers(model: PreTrainedModel) -> bool:
     """Whether models of this type may ship with MTP layers."""
     config = model.config.get_text_config(decoder=True)
-    return format_of(model) != MtpFormat() or any(hasattr(config, count) for count in _COUNTS)
+    return format_of(model) != MtpFormat() or any(hasattr(config, count) for count in COUNTS)
 
 
 def load_layers(model: PreTrainedModel, name: str, names: MtpFormat) -> MtpHead:

@@ -242,13 +242,23 @@ def generate(args: Namespace) -> None:
         print(str(stats) if stats.left_to_generate else counts, file=sys.stderr)
 
 
-@_command(_MODEL, _REVISION)
+@_command(
+    _option("model", "folder of the model, or its name on the Hub"),
+    _REVISION,
+    _option("head", "folder of a head, or its name on the Hub, which is shown in place of a model or before it"),
+)
 def inspect(args: Namespace) -> None:
-    """Show what a model is made of and what is supported with it; no weights are loaded."""
-    from .. import inspect_model
+    """Show what a model is made of and what is supported with it, or what a head is; no weights are loaded."""
+    from .. import SettingError, inspect_model
+    from ..drafts.attached import describe_head
     from ..train.loading import NamedModel
 
-    print(inspect_model(NamedModel(args.model, revision=args.revision).config))
+    if args.head is None and args.model is None:
+        raise SettingError("inspect needs --model or --head.")
+    if args.head is not None:
+        print(describe_head(args.head))
+    if args.model is not None:
+        print(inspect_model(NamedModel(args.model, revision=args.revision).config))
 
 
 @_command(

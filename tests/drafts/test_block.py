@@ -74,14 +74,14 @@ def test_ids_are_plain(name: str, kind: str) -> None:
 DRAWN: dict[str, Callable[[PreTrainedModel], DraftSource]] = {
     **{
         name: lambda model, name=name: Block(block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS[name]))  # type: ignore[misc]  # a default of a lambda
-        for name in ("dflash", "dspark", "dspark gated", "dspark rnn")
+        for name in ("dflash", "dflash2", "dspark", "dspark gated", "dspark rnn")
     },
     "mtp": lambda model: MTP(mtp_of(model)),
     "two mtp layers": lambda model: MTP(mtp_of(model, 2)),
 }
 
 
-@pytest.mark.every_run("llama tree-(dspark rnn|mtp)|llama-dspark")
+@pytest.mark.every_run("llama tree-(dspark rnn|mtp|dflash2)|llama-dspark")
 @pytest.mark.parametrize("name", DRAWN)
 @each_family
 def test_drawn_tokens_have_the_models_distribution(

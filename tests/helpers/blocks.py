@@ -16,10 +16,14 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from helpers.models import VOCABULARY
+from hf_selfspec.model.head import NOTHING
 from hf_selfspec.modules.block import BlockHead
+from hf_selfspec.modules.draft_module import DraftModule
 
 THETA, HEADS, KV_HEADS, SIZE, INNER, RANK, MASK = 5000.0, 4, 2, 8, 48, 6, 3
-# Three configurations of each kind of head: vocabularies, windows, anchors, Markov and confidence heads.
+_TWO = {"draft_vocab_size": 0, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+# Configurations of each kind of head: vocabularies, windows, anchors, Markov and confidence heads, convolutions and
+# selectors; and in z-lab's own format, also with scales, and with windows of blocks that are causal or not.
 CONFIGS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash window": {"window": 6, "sample_from_anchor": True, "draft_vocab_size": 0},
@@ -30,6 +34,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "speculators_model_type": "dspark", "markov_head_type": "rnn", "sample_from_anchor": False,
         "confidence_head_with_markov": False,
     },
+    "dflash2": {"speculators_model_type": "dflash2", **_TWO},
+    "dflash2 window": {"speculators_model_type": "dflash2", "window": 5, "sliding_window_non_causal": False, **_TWO},
+    "z-lab": {"draft_vocab_size": 0, "of_zlab": {}},
+    "z-lab window": {"draft_vocab_size": 0, "window": 6, "of_zlab": {"is_causal": None}},
+    "z-lab dflash2": {
+        "window": 5, **_TWO,
+        "of_zlab": {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 2.0},
+    },
 }  # fmt: skip
 
 
@@ -39,7 +51,11 @@ def published(
     """Writes a random head for a model in speculators' format; returns its settings and tensors."""
     generator = torch.Generator().manual_seed(1)
     vocabulary, width = model.get_input_embeddings().weight.shape
-    window, size = changed.pop("window", None), changed.pop("draft_vocab_size", vocabulary - 1) or vocabulary
+    window, of_zlab, size = (
+        changed.pop("window", None),
+        changed.pop("of_zlab", None),
+        changed.pop("draft_vocab_size", vocabulary - 1) or vocabulary,
+    )
     is_dspark = changed.get("speculators_model_type") == "dspark"
     layer = {
         "model_type": "qwen3", "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": INNER,
@@ -55,7 +71,10 @@ def published(
     } | changed  # fmt: skip
     if is_dspark:
         settings["markov_rank"] = RANK
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    written = settings if of_zlab is None else zlab_config(settings, of_zlab)
+    (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    if of_zlab is not None:
+        settings |= {"of_zlab": True, **of_zlab}
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, len(layers) * width), "norm": (width,), "hidden_norm": (width,)}
     for number in range(layer["num_hidden_layers"]):
         at, of = f"layers.{number}.", f"layers.{number}.self_attn."
@@ -65,6 +84,14 @@ def published(
         shapes |= {f"{at}mlp.{name}_proj": (INNER, width) for name in ("gate", "up")}
         shapes |= {f"{at}mlp.down_proj": (width, INNER)}
         shapes |= {f"{at}{name}_layernorm": (width,) for name in ("input", "post_attention")}
+        for part in ("attention_conv", "mlp_conv") if "conv_kernel_size" in settings else ():
+            taps, groups = settings["conv_kernel_size"], width // settings["conv_group_size"]
+            shapes |= {f"{at}{part}.base_kernel": (2, taps, width)}
+            shapes |= {f"{at}{part}.kernel_projection": (2 * taps * groups, width)}
+    if "selector_rank" in settings:
+        books = dict.fromkeys(("predecessor_codebook", "successor_codebook"), (vocabulary, settings["selector_rank"]))
+        books |= {"hidden_projection": (settings["selector_rank"], width)}
+        shapes |= {f"candidate_selector.{name}": shape for name, shape in books.items()}
     way = settings.get("markov_head_type")
     if is_dspark:
         inside = width + (RANK if settings.get("confidence_head_with_markov", True) else 0)
@@ -82,7 +109,10 @@ def published(
             return torch.rand(shape, generator=generator) + 0.5
         return torch.randn(shape, generator=generator) * scale
 
-    tensors = {f"{name}.weight": drawn(name, shape) for name, shape in shapes.items()}
+    no_module = ("codebook", "base_kernel")
+    tensors = {
+        name if name.endswith(no_module) else f"{name}.weight": drawn(name, shape) for name, shape in shapes.items()
+    }
     for name in ("markov_head.gate_proj", "markov_head.joint_proj", "confidence_head.proj"):
         if name in shapes:
             tensors[f"{name}.bias"] = torch.randn(shapes[name][0], generator=generator)
@@ -92,6 +122,18 @@ def published(
         tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
     save_file(tensors, folder / "model.safetensors")
     return settings, tensors
+
+
+def zlab_config(settings: dict[str, Any], of_zlab: dict[str, Any]) -> dict[str, Any]:
+    """The config in z-lab's format, which counts layers from 0 behind the first."""
+    own = {name: value for name, value in of_zlab.items() if name != "is_causal"}
+    own |= {
+        name: settings[name] for name in (*_TWO, "mask_token_id") if name in settings and name != "draft_vocab_size"
+    }
+    own |= {"target_layer_ids": [layer - 1 for layer in settings["aux_hidden_state_layer_ids"]]}
+    causal = {} if of_zlab.get("is_causal", False) is None else {"is_causal": False}
+    config = {"architectures": ["DFlashDraftModel"], "dflash_config": own, "block_size": settings["block_size"]}
+    return settings["transformer_layer_config"] | config | causal
 
 
 def context_of(model: PreTrainedModel, text: torch.Tensor, layers: list[int]) -> torch.Tensor:
@@ -125,13 +167,14 @@ def logits_by_hand(
     )
     table = model.get_input_embeddings().weight
     states = table[torch.tensor([int(text[-1]), *[settings["mask_token_id"]] * (size - 1)])]
+    states = states * settings.get("input_embedding_scale", 1.0)
     places, slots = torch.arange(n + size), torch.arange(n, n + size)[:, None]
     for number in range(layer["num_hidden_layers"]):
         weights = {
             name.removeprefix(f"layers.{number}.").removeprefix("self_attn.").removesuffix(".weight"): value
             for name, value in tensors.items()
         }
-        entered = normed(weights["input_layernorm"], states)
+        entered, leaving = convolved(weights, "attention_conv", normed(weights["input_layernorm"], states))
         both = torch.cat([context, entered])
         q, k, v = (
             (given @ weights[f"{name}_proj"].T).view(len(given), -1, SIZE).transpose(0, 1)
@@ -142,21 +185,58 @@ def logits_by_hand(
         seen = torch.ones(size, n + size, dtype=torch.bool)
         if layer.get("layer_types", ["full_attention"] * 2)[number] == "sliding_attention":
             seen = places[None] >= n - layer["sliding_window"]
-            if not settings.get("sliding_window_non_causal"):
+            is_causal = not settings.get("sliding_window_non_causal", settings["speculators_model_type"] == "dflash2")
+            if "of_zlab" in settings:
+                seen, is_causal = slots - places[None] < layer["sliding_window"], "is_causal" in settings
+            if is_causal:
                 seen = seen & (places[None] <= slots)
         scores = (q @ k.mT / SIZE**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        states = states + (scores @ v).transpose(0, 1).reshape(size, -1) @ weights["o_proj"].T
-        inner = normed(weights["post_attention_layernorm"], states)
+        states = states + leaving((scores @ v).transpose(0, 1).reshape(size, -1) @ weights["o_proj"].T)
+        inner, leaving = convolved(weights, "mlp_conv", normed(weights["post_attention_layernorm"], states))
         gate = silu(inner @ weights["mlp.gate_proj"].T) * (inner @ weights["mlp.up_proj"].T)
-        states = states + gate @ weights["mlp.down_proj"].T
+        states = states + leaving(gate @ weights["mlp.down_proj"].T)
     states = normed(tensors["norm.weight"], states)
     logits = states @ tensors.get("lm_head.weight", model.get_output_embeddings().weight).T
+    logits = logits * settings.get("output_multiplier", 1.0)
+    if cap := settings.get("final_logit_softcapping"):
+        logits = cap * (logits / cap).tanh()
+    given = [int(text[-1]), *[int(token) for token in drafted]]
+    if "selector_rank" in settings:
+        before, codes = (
+            given[: len(drafted)],
+            {name.split(".")[1]: value for name, value in tensors.items() if "selec" in name},
+        )
+        for slot, token in enumerate(before, first):
+            highest = logits[slot].topk(settings["selector_top_k"]).indices
+            context = codes["predecessor_codebook"][token] * (codes["hidden_projection"] @ states[slot])
+            scores = logits[slot, highest] + codes["successor_codebook"][highest] @ context
+            logits[slot] = torch.full_like(logits[slot], NOTHING).index_copy(0, highest, scores)
     if is_dspark:
-        given = [int(text[-1]), *[int(token) for token in drafted]]
         before = torch.tensor(([given[0]] * first + given)[:size])  # the token before the one that a slot predicts
         before = torch.cat([before, before.new_zeros(size - len(before))])
         logits = logits + markov_by_hand(settings.get("markov_head_type", "vanilla"), tensors, before, states)
     return logits[first : first + len(drafted)]
+
+
+def convolved(
+    weights: dict[str, torch.Tensor], name: str, states: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """What enters attention or an MLP ``[B, d]``, mixed, and the function that mixes what leaves."""
+    if f"{name}.base_kernel" not in weights:
+        return states, lambda states: states
+    base = weights[f"{name}.base_kernel"]
+    sides, taps, width = base.shape
+    deltas = (states @ weights[f"{name}.kernel_projection"].T).view(len(states), sides, taps, -1)
+
+    def mix(side: int, states: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(states)
+        for slot in range(len(states)):
+            for tap in range(min(taps, slot + 1)):
+                delta = deltas[slot, side, tap].repeat_interleave(width // deltas.shape[-1])
+                mixed[slot] += (base[side, tap] + delta) * states[slot - tap]
+        return mixed
+
+    return mix(0, states), lambda states: mix(1, states)
 
 
 def markov_by_hand(
@@ -183,7 +263,7 @@ def block_of(model: PreTrainedModel, **settings: Any) -> BlockHead:
     """A random head; the settings are those of :func:`published`."""
     with TemporaryDirectory() as folder:
         published(Path(folder), model, **settings)
-        return BlockHead.load(folder)
+        return DraftModule.load(folder)
 
 
 @torch.no_grad()

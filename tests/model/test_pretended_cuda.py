@@ -44,8 +44,13 @@ WARM = [
     ("skips", "graphs llama", 3),
     ("fixed", "graphs falcon_h1", 1),
     ("block dflash window", "graphs llama", 3),  # whose block is one graph
+    ("block dflash2 window", "graphs llama", 2),
     ("default", "graphs llama", 1, False, 1),
+    ("default", "graphs llama", 8),
 ]
+# What a round launches beside replays at most: what the host knows goes to the device in one copy, what it reads comes
+# in another, accepted tokens of a tree move, and now and then a graph is new.
+LAUNCHES = {("default", "graphs llama", 1, False, 1): 12, ("default", "graphs llama", 8): 20}
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_next", "falcon_h1", "bamba")
 RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 # Each replay is compared, in five calls of other texts and lengths.
@@ -72,8 +77,8 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
     for case in BOUNDS:
         found, (spec, call, rows), (step, rest) = measures[case], case, BOUNDS[case]
         assert not found["plans"], case  # of cuDNN, which would make one for each length of the text
-        # Rows that end leave the forwards, which takes two further uploads, now and then.
-        few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
+        # Rows that end leave the forwards, which takes two further uploads, now and then; a last round drafts nothing.
+        few = (1 if rows == 1 else 4 * rows) / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
         if (spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")) or spec == "block":
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
@@ -89,7 +94,7 @@ def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
     if case[1].split()[1] not in RECURRENT:
         assert found["replays"] > 0.5, (case, found)
         assert found["first"] <= 3 or case[0] not in ("default", "lookup"), (case, found)
-        assert found["launches"] <= 130, (case, found)
+        assert found["launches"] <= LAUNCHES.get(case, 130), (case, found)
 
 
 def test_forwards_are_captured_by_default(measures: dict[tuple[Any, ...], Any]) -> None:

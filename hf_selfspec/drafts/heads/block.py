@@ -1,4 +1,5 @@
-"""Drafting with a block head: all tokens of a draft in one forward (DFlash, arXiv 2602.06036; DSpark, 2607.05147)."""
+"""Drafting with a block head: all tokens of a draft in one forward (DFlash, arXiv 2602.06036; DFlash2; DSpark, arXiv
+2607.05147)."""
 
 from __future__ import annotations
 
@@ -26,15 +27,16 @@ from ..stop import FixedLength, ProductThreshold, StopRule
 @register
 @dataclass(frozen=True)
 class Block(FittedSource[BlockHead]):
-    """Drafts with a block head that others publish: DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147).
+    """Drafts with a block head that others publish: DFlash (arXiv 2602.06036), DFlash2 or DSpark (arXiv 2607.05147).
 
     One forward of a few layers, which read some of the model's states, drafts all tokens of a block; a Markov head adds
-    to each slot's logits what the token before it suggests. A draft ends below a confidence on a CPU, by the confidence
-    head where there is one, see :class:`ProductThreshold`; on a GPU the whole block is verified, so that nothing waits.
+    to each slot's logits what the token before it suggests, and DFlash2's selector chooses by that token. A draft ends
+    below a confidence on a CPU, by the confidence head where there is one, see :class:`ProductThreshold`; on a GPU the
+    whole block is verified, so that nothing waits.
 
     Args:
-        head: the folder or Hub repository of a checkpoint of speculators (0.9: ``dflash``, ``dspark``), or of
-            transformers' assistants with ``speculation_type="dflash"``.
+        head: the folder or Hub repository of a checkpoint of speculators (``dflash``, ``dflash2``, ``dspark``), of
+            z-lab, or of transformers' assistants with ``speculation_type="dflash"``.
 
     Raises:
         SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One of
@@ -106,6 +108,9 @@ class BlockDraft(StatesDraft):
         states, logits = self._states[:, self._slot], self._logits[:, self._slot]
         head = self._block.on(states.device, states.dtype)
         features = states  # of the confidence head
+        if head.candidate_selector is not None:
+            with within(self.target.autocast):
+                logits = head.candidate_selector(logits.to(states.device), states, feed[:, -1].to(states.device))
         if head.markov_head is not None:
             with within(self.target.autocast):
                 embedded = head.markov_head.markov_w1(feed[:, -1].to(states.device))
@@ -166,12 +171,13 @@ class BlockDraft(StatesDraft):
         masks = feed.new_full((len(feed), head.block_size - 1), head.mask_token)
         embedded = functional.embedding(torch.cat([feed, masks], dim=1).to(embedding.device), embedding)
         with torch.no_grad(), within(self.target.autocast), obeying(ForwardPass(self.plan)):
-            states = head(embedded.to(self._like), slots, positions, length, is_even, self._cache)
+            embedded = embedded.to(self._like) * head.settings["embedding_scale"]
+            states = head(embedded, slots, positions, length, is_even, self._cache)
             wanted = self._most if slots.device.type == "cpu" else head.num_tokens
             drafted = states[:, head.first_slot : head.first_slot + wanted]
             if head.lm_head is not None:
-                return [states, head.lm_head(drafted)]
+                return [states, head.scaled(head.lm_head(drafted))]
             output = output_head(model)
             assert output is not None
             weight = next(output.parameters())  # one that is offloaded has a hook that loads it and moves states
-            return [states, output(drafted if weight.is_meta else drafted.to(weight.device))]
+            return [states, head.scaled(output(drafted if weight.is_meta else drafted.to(weight.device)))]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 from typing_extensions import Self
 
 from ...batch import Draft, Text
@@ -18,8 +19,8 @@ from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
 from ...model.patching import within
 from ...model.transfer import RowNumbers, at_places
-from ...modules.eagle import load_eagle3
 from ...modules.mtp import MtpHead
+from ...modules.published import load_eagle3
 from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
@@ -61,7 +62,7 @@ class MTP(FittedSource[MtpHead]):
 
     @classmethod
     def from_eagle3(cls, checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> Self:
-        """Returns drafts with an EAGLE-3 head (arXiv 2503.01840) that others publish, for Llama- and Qwen-like models.
+        """Returns drafts with a head of EAGLE-3 (arXiv 2503.01840) or P-EAGLE (arXiv 2602.01469) that others publish.
 
         Args:
             checkpoint: the folder or Hub repository, in the original format (``midlayer.*``) or that of speculators.
@@ -79,6 +80,8 @@ class MTP(FittedSource[MtpHead]):
         head.check(session.knowledge.fingerprint)
         tokens = head.tokens if self.head_rows is None else self.__dict__["_reduced"].tokens
         rows = None if tokens is None or head.output is not None else HeadRows(session.target.model, tokens)
+        if head.mask_state is not None:
+            session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
         return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
 
 
@@ -90,21 +93,25 @@ class MtpDraft(StatesDraft):
         target = session.target
         super().__init__(session, head.read_layers(target.model), head_rows=head_rows)
         self._mtp, self._last = head, len(head.layers) - 1
-        self._caches = [SpeculativeCache(1, len(self._entered_count), target.cache.capacity) for _ in head.layers]
+        rows, capacity = len(self._entered_count), target.cache.capacity
+        self._caches = [SpeculativeCache(layer.depth, rows, capacity) for layer in head.layers]
+        self.in_one_forward = head.mask_state is not None
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
         self._counts = [0] * len(self._entered_count)
-        self._depth = 0
+        self._depth = self._masked = 0  # and in one forward the places behind the first
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
-        self._depth = 0
+        steps, self._depth = self.steps, 0
+        self._masked = min(self.session.longest, max(max_new)) - 1 if self.in_one_forward else 0
         draft = super().propose(text, max_new)
         if self._depth:
             self._end()
+            self.steps = steps + 1 if self.in_one_forward else self.steps
         return draft
 
     def take_in(self, text: Text) -> None:
-        self._depth = 0
+        self._depth = self._masked = 0
         self._begin(text)
         self._end(least=1)  # a draft begins with the state that leaves the first layer
 
@@ -134,6 +141,8 @@ class MtpDraft(StatesDraft):
         """The states ``[b, 1, d]`` that predict what follows the tokens ``[b, 1]``."""
         if not self._depth:
             self._begin(text)
+        elif self.in_one_forward:
+            self._counts, self._depth = [count + 1 for count in self._counts], self._depth + 1
         else:
             self._follow(feed)
         return at_places(self._states, self._ends)
@@ -149,9 +158,21 @@ class MtpDraft(StatesDraft):
         rows = zip(self._first_slot, self._entered_count, text.base, strict=True)
         begins = RowNumbers([first + taken - base for first, taken, base in rows])
         states = self._waiting[0]
-        columns = begins.onwards(states.shape[1], text.ids.device).clamp(max=text.ids.shape[1] - 1)
+        columns = begins.onwards(states.shape[1], text.device).clamp(max=text.ids.shape[1] - 1)
         self._tokens = text.ids.gather(1, columns.expand(text.batch_size, -1)).clamp(0, self.session.vocabulary - 1)
+        if self._masked:
+            states = self._with_masks(states)
         self._run(states, self._entered_count)
+
+    def _with_masks(self, states: torch.Tensor) -> torch.Tensor:
+        """States ``[b, s + n, d]`` of ``[b, s, d]``, with those of masked places behind each row's, as its tokens."""
+        head = self._mtp.on(states.device, states.dtype)
+        assert head.mask_state is not None
+        assert head.eagle3 is not None
+        states, tokens = pad(states, (0, 0, 0, self._masked)), pad(self._tokens, (0, self._masked))
+        is_masked = torch.arange(states.shape[1], device=states.device) >= RowNumbers(self._counts).on(states.device)
+        self._tokens = tokens.masked_fill(is_masked.to(tokens.device), head.eagle3["mask_token"])
+        return torch.where(is_masked[..., None], head.mask_state, states)
 
     def _follow(self, feed: torch.Tensor) -> None:
         """Runs the next layer with the tokens ``[b, 1]`` that were drafted, or the last one on its own state."""
@@ -180,7 +201,7 @@ class MtpDraft(StatesDraft):
         embedding = head.embedding
         embedded = target.model.get_input_embeddings()(tokens) if embedding is None else embedding(tokens.to(device))
         with torch.no_grad(), within(target.autocast), at_positions(spec):
-            states = states if self._depth else head.fuse(states)
+            states = states if self._depth else head.fused(states)
             self._states = head(embedded.to(device), states, target.following.positions(positions, None), cache, layer)
         self._depth += 1
         if self._depth == 1:

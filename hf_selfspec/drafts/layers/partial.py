@@ -52,7 +52,7 @@ class PlanDrafter(Drafter):
                 grown.keep_rows(step.is_sure)
                 if not any(grown.drafting):
                     break
-            logits = step.logits.to(text.ids.device, torch.float32)
+            logits = step.logits.to(text.device, torch.float32)
             scores = self.scorer.ahead(text, grown.depth, logits, grown.drafting)
             picks, q = self._pick(scores, self._width(grown, logits, limit))
             grown.add(picks, q, step.prefix_state if prefix else None)

@@ -191,7 +191,7 @@ class SearchingDraft(PlanDrafter):
     def matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
         """The share of the last ``window`` tokens of all rows that ``plan`` predicts after the text before them."""
         ends = torch.tensor(text.lengths, device="cpu")[:, None]
-        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.ids.device)
+        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.device)
         tokens = text.ids.gather(1, columns)
         step = self.target.step(tokens[:, :-1], text.last_slots(), ForwardPass(plan), TreeLayout.replay(window))
         assert step.logits is not None

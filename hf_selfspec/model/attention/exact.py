@@ -41,8 +41,8 @@ def views_of(
 ) -> list[View]:
     """Returns for each token of one row the slots whose keys ``generate`` has when it reaches that token, counted from
     slot ``offset`` of the text and at most ``limit``, and the mask that transformers' ``original`` makes for it."""
-    root, nodes, device = step_tokens.starts[0] - step_tokens.first_node, step_tokens.nodes, step_tokens.tokens.device
-    text_end, end = root if nodes is None else root - nodes.hidden, step_tokens.first_node + step_tokens.tokens.shape[1]
+    root, nodes, device = step_tokens.starts[0] - step_tokens.first_node, step_tokens.nodes, step_tokens.device
+    text_end, end = root if nodes is None else root - nodes.hidden, step_tokens.first_node + step_tokens.shape[1]
     parents = range(-1, end - 1) if nodes is None else nodes.parents[0]
     views: list[View] = []
     for index in range(step_tokens.first_node, end):

@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -30,7 +31,7 @@ from ..logits import likeliest
 from ..module_tools import is_tensor_parallel
 from ..patching import autocast_on
 from ..target import Target
-from ..transfer import Pending, read, upload
+from ..transfer import Pending, read, ready_for, upload
 from .captures import SIZES, Run, capturing, size_for
 from .model_graphs import COMPARISONS, POOLS, Graph, ModelGraphs, graphs_of
 
@@ -58,8 +59,6 @@ class GraphRunner:
     graphs: ModelGraphs
     compares: bool  # whether each call compares results: unknown code may compute with numbers that change
     _compared_here: set[Graph] = field(default_factory=set)
-    # The layouts of lines, by their number of tokens and the size that this is filled to.
-    _lines: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def install(cls, target: Target, device: torch.device, compares: bool) -> None:
@@ -104,30 +103,31 @@ class GraphRunner:
 
     def run(self, step_tokens: StepTokens, run: ForwardPass) -> torch.Tensor | None:
         """Returns the logits ``[b, s, v]`` of a forward, if any, by its graph where there is one."""
-        target, tokens, nodes, window = self.target, step_tokens.tokens, step_tokens.nodes, self.target.cache.window
-        is_whole = target.module_of(run) is target.model
-        device, (b, s) = tokens.device, tokens.shape[:2]
+        target, given, nodes, window = self.target, step_tokens.given, step_tokens.nodes, self.target.cache.window
+        is_whole, (b, s) = target.module_of(run) is target.model, step_tokens.shape
         is_part = nodes is not None and (step_tokens.first_node or nodes.hidden or len(nodes.parents) != b)
         size = None if run.calls_functions or is_part else size_for(s, self.graphs.cheap_tokens // b)
         if size is None or self.graphs.refused:
             return target.run_eagerly(step_tokens, run)
         target.cache.seek(step_tokens.starts, size)
-        layout = None if nodes is None else _filled_layout(nodes.packed(device), size)
-        if layout is None and size > 1:  # as a tree, so that one graph serves both
-            if (s, size) not in self._lines:
-                self._lines[s, size] = _filled_layout(TreeLayout.of_tree([range(s - 1)]).packed(device), size)
-            layout = self._lines[s, size].expand(b, -1, -1)
-        inputs = [
-            _filled(tokens, size),
-            step_tokens.starts.on(device).expand(b, 1),
-            torch.full((b, 1), step_tokens.last, device=device),
-            *([] if layout is None else [layout]),
-            *([] if run.state is None else [_filled(run.state, size)]),
-            *([] if window is None else [window.bases.on(device).expand(b, 1)]),
-        ]
-        # Whether there is a tree or a state is told by the inputs' shapes and dtypes.
+        # What the host knows goes to the device in one copy: for each row where its tokens begin, the last position,
+        # where its window begins, the tokens, and their layout.
+        numbers = np.zeros((b, 3 + size + (size * (size + 2) if size > 1 else 0)), np.int64)
+        numbers[:, 0], numbers[:, 1] = step_tokens.starts, step_tokens.last
+        if window is not None:
+            numbers[:, 2] = window.bases
+        if size > 1:  # lines are trees, so that one graph serves both
+            layout = _line(s, size) if nodes is None else nodes.numbers(size)
+            numbers[:, 3 + size :] = layout.reshape(len(layout), -1)
+        if isinstance(given, list):
+            numbers[:, 3 : 3 + size] = [row + row[:1] * (size - s) for row in given]
+            packed = ready_for(step_tokens.device, numbers)
+        else:
+            packed = upload(numbers, step_tokens.device)
+            packed[:, 3 : 3 + size] = _filled(given, size)
+        inputs = [packed, *([] if run.state is None else [_filled(run.state, size)])]
         told = run.chooses, run.looks
-        parts = (is_whole, run.plan, run.start, run.stop, run.capture, told, window and window.capacity)
+        parts = (is_whole, run.plan, run.start, run.stop, run.capture, size, told, window and window.capacity)
 
         def unpadded(results: Sequence[Any]) -> Outcome:
             return results[0], *(None if result is None else result[..., :s, :] for result in results[1:])
@@ -136,7 +136,7 @@ class GraphRunner:
             run.captured = run.exit_state = None  # perhaps those of a comparison
             return None, target.run_eagerly(step_tokens, run), run.captured, run.exit_state
 
-        forward = partial(self._forward, run, layout is not None)
+        forward = partial(self._forward, run, size)
         needed = (True, *(name in run.needs for name in ("logits", "captured", "exit_state")))
         outcome = self._outcome(parts, forward, inputs, target.cache, unpadded, eager, needed)
         run.told, logits, run.captured, run.exit_state = outcome
@@ -219,13 +219,12 @@ class GraphRunner:
         self._compared_here.add(graph)
         return of_code
 
-    def _forward(self, run: ForwardPass, is_tree: bool, *inputs: torch.Tensor) -> list[Any]:
+    def _forward(self, run: ForwardPass, size: int, *inputs: torch.Tensor) -> list[Any]:
         """What the host is told of the logits, these, captured state and exit state, with tensor operations alone."""
         target, cache, values = self.target, self.target.cache, iter(inputs)
-        tokens, cursor, last = next(values), next(values), next(values)
-        tree = TreeLayout.of_packed(next(values)) if is_tree else None
+        cursor, last, bases, tokens, layout = next(values).tensor_split((1, 2, 3, 3 + size), dim=1)
+        tree = TreeLayout.of_packed(layout.unflatten(1, (size, -1))) if layout.shape[1] else None
         run = replace(run, state=None if run.state is None else next(values))
-        bases: Any = None if cache.window is None else next(values)
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
         positions = slots if tree is None else cursor + tree.offsets(tokens.device)
         spec = MaskSpec(positions, cache.capacity, is_fixed=True)
@@ -278,19 +277,15 @@ def _modes(device: torch.device) -> Hashable:
     return autocast_on(device), modes, torch.get_default_dtype(), tuple(float32_precisions().values())
 
 
+@lru_cache
+def _line(count: int, size: int) -> np.ndarray:
+    """The layout of ``count`` tokens in a line, see :meth:`TreeLayout.numbers`."""
+    return TreeLayout.of_tree([range(count - 1)]).numbers(size)
+
+
 def _filled(values: torch.Tensor, size: int) -> torch.Tensor:
     """Pads ``[b, s, ...]`` at the end to ``[b, size, ...]`` with the first of each row, which goes to the same experts
     again as long as it is at the same position and sees the same."""
     if not (missing := size - values.shape[1]):
         return values
     return torch.cat([values, values[:, :1].expand(-1, missing, *values.shape[2:])], dim=1)
-
-
-def _filled_layout(packed: torch.Tensor, size: int) -> torch.Tensor:
-    """Pads a packed layout ``[b, t, t + 2]`` to ``size`` tokens; padding tokens, at the position of the first one,
-    see only themselves."""
-    b, t = packed.shape[:2]
-    filled = torch.eye(size, size + 2, dtype=packed.dtype, device=packed.device).repeat(b, 1, 1)
-    filled[:, :t, :t] = packed[:, :, :t]
-    filled[:, :t, size:] = packed[:, :, t:]
-    return filled

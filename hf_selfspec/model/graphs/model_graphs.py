@@ -121,7 +121,7 @@ class ModelGraphs:
     def make(self, graph: Graph, function: Run, inputs: Sequence[torch.Tensor]) -> None:
         """Makes the graph of a ``function`` that has run over ``inputs`` before, in which libraries choose kernels.
         What else it reads and writes is in the pool, which no other thread uses meanwhile."""
-        name, began, pools = f"a forward over {tuple(inputs[0].shape)} tokens", perf_counter(), self.pools
+        name, began, pools = f"a forward of {[tuple(value.shape) for value in inputs]}", perf_counter(), self.pools
         try:
             with _capturing:
                 if pools.captures is None or not pools.has_graphs:  # torch closes the memory with the last graph
