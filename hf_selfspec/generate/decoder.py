@@ -51,8 +51,6 @@ class Decoder:
         self._rows_level = self.output.in_step or is_lost
         # Whether tokens are a plain argmax of the logits.
         self._is_greedy = self.scorer.is_greedy and not self.output.in_step and self.output.scores is None
-        # Whether tokens that the host knows can go where the model takes them.
-        self._knows_device = self.text.device == self.target.model.device
         # What others may write, or change of the model, between two tokens: the text with new ones, and what runs.
         self._ids: torch.Tensor | None = None
         self._switches = switches_of(self.target.model) if self.output.in_step else None
@@ -175,7 +173,7 @@ class Decoder:
         last, listed, device = text.last_ids(), draft.listed, text.device
         nodes = draft.tree(last)
         tokens: Tokens
-        if listed is not None and last and draft.states is None and self._knows_device:
+        if target.graphs is not None and listed is not None and last and draft.states is None:
             tokens = [[token, *row] for token, row in zip(last, listed, strict=True)]
         else:
             tokens = text.last_tokens()

@@ -20,7 +20,7 @@ import torch.nn as nn
 from .anatomy import Anatomy
 from .attention.exact import ExactForward, has_matrices
 from .head import HeadRows, output_head
-from .layout import Tokens, TreeLayout
+from .layout import TreeLayout
 from .linear import few_token_linears
 from .patching import (
     Autocast,
@@ -146,8 +146,8 @@ class ActiveRows:
         return self._indices[device]
 
     def enter(
-        self, tokens: Tokens, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
-    ) -> tuple[Tokens, RowNumbers, TreeLayout | None, ForwardPass]:
+        self, tokens: torch.Tensor, starts: RowNumbers, nodes: TreeLayout | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, RowNumbers, TreeLayout | None, ForwardPass]:
         """The tokens of these rows, where they start, their trees, and the forward, whose callbacks see the batch."""
         changes: dict[str, Any] = {}
         if (stop_fn := run.stop_fn) is not None:
@@ -157,11 +157,10 @@ class ActiveRows:
         if run.state is not None:
             changes["state"] = self.pick(run.state, _ROW_DIM)
         if nodes is not None and len(nodes.parents) > 1:
-            ids = None if nodes.ids is None else self.of_list(nodes.ids)
-            nodes = TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden, ids)
+            packed, nodes = nodes._on, TreeLayout(self.of_list(nodes.parents), self.of_list(nodes.depths), nodes.hidden)
+            nodes._on.update({device: self.pick(values, 0) for device, values in packed.items()})
         numbers = RowNumbers.made(self.of_list(starts), lambda device: self.pick(starts.on(device), 0))
-        of_rows = self.of_list(tokens) if isinstance(tokens, list) else self.pick(tokens, 0)
-        return of_rows, numbers, nodes, replace(run, **changes)
+        return self.pick(tokens, 0), numbers, nodes, replace(run, **changes)
 
     def leave(self, run: ForwardPass) -> None:
         """Expands the results of the forward to the whole batch."""

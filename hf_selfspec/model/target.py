@@ -223,6 +223,7 @@ class Target:
         if self.graphs is not None or is_looked_at or run.is_exact or not run.is_plain:
             self.install()
         if rows is not None:
+            assert isinstance(tokens, torch.Tensor)  # else there are graphs, with which no row leaves
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
         begins, last = starts.ahead(first_node), self.last_position()
         step_tokens = StepTokens(tokens, device, begins, last, nodes, first_node, counts)

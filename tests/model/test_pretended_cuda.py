@@ -77,8 +77,8 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
     for case in BOUNDS:
         found, (spec, call, rows), (step, rest) = measures[case], case, BOUNDS[case]
         assert not found["plans"], case  # of cuDNN, which would make one for each length of the text
-        # Rows that end leave the forwards, which takes two further uploads, now and then; a last round drafts nothing.
-        few = (1 if rows == 1 else 4 * rows) / found["rounds"]
+        # Rows that end leave the forwards, which takes two further uploads, now and then.
+        few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
         if (spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")) or spec == "block":
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
