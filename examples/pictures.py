@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,39 @@ def of_kinds() -> tuple[Speeds, str]:
     return speeds, "SmolLM2-135M-Instruct, one CPU thread, decoding; 20 prompts a kind (summary: 8, chat: 19)"
 
 
+def training(theme: Theme) -> Figure:
+    """Loss, agreement and speed by exit: of the demo model, whose exits were trained, and of its twin."""
+    card = (EXAMPLES / "demo_model" / "README.md").read_text(encoding="utf-8")
+    rows = [
+        [float(cell) for cell in row] for row in re.findall(r"^\| (\d+) \|" + r" ([\d.]+) \|" * 4, card, re.MULTILINE)
+    ]
+    layers, loss, agreement, twins_loss, twins_agreement = map(list, zip(*rows, strict=True))
+    table = json.loads((RESULTS / "exits-by-layer.json").read_text(encoding="utf-8"))["tables"][0]["rows"]
+    exits = [(int(row[0]), float(row[2])) for row in table if row[0] != "plain"]
+    figure = Figure(figsize=(8.6, 2.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, title, ours, twins in zip(
+        panels,
+        ("loss, nats a token", "agreement with the last layer", "times plain generate"),
+        ((layers, loss), (layers, agreement), tuple(zip(*exits, strict=True))),
+        ((layers, twins_loss), (layers, twins_agreement), None),
+        strict=True,
+    ):
+        axes.plot(*ours, color=SERIES[0], marker=".", label="trained exits")
+        if twins is None:
+            axes.axhline(1.0, color=theme["faint"], lw=1, ls="--", label="plain generate")
+        else:
+            axes.plot(*twins, color=SERIES[1], marker=".", label="twin without")
+        axes.patch.set_visible(False)
+        axes.set_title(title, color=theme["ink"], size=9, loc="left")
+        axes.set_xlabel("exit layer", color=theme["ink"], size=8.5)
+        axes.tick_params(colors=theme["ink"], labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(theme["faint"])
+        axes.legend(frameon=False, labelcolor=theme["ink"], fontsize=8)
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="results.json of hf-selfspec bench")
@@ -122,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     pictures: dict[str, Callable[[Theme], Any]] = {
         "how": how_it_works,
         "kinds": lambda theme: speeds_by_kind(theme, speeds, title),
+        "training": training,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     # Text stays text, and the same figures make the same file.

@@ -40,10 +40,9 @@ class SelfSpec(Settings):
 
     Args:
         draft: what drafts: :class:`Lookup`, :class:`EarlyExit`, :class:`SkipLayers`, :class:`EarlyExitAdapter`,
-            :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a
-            :class:`Cascade`, a :class:`DraftSource` of your own, or any ``CandidateGenerator`` of transformers that
-            needs ids alone (in a batch each row after the first has a deep copy of it, which shares its modules). By
-            default free drafts, and the head that is attached to the model, if there is one.
+            :class:`Quantized`, :class:`MTP`, :class:`DynamicExit`, several in a :class:`Cascade`, a source of your own
+            or any ``CandidateGenerator`` of transformers that needs ids alone (in a batch each row has a copy, which
+            shares its modules). By default free drafts, and the head that is attached to the model, if there is one.
         stop: when a draft ends: :class:`FixedLength`, :class:`ConfidenceThreshold`, :class:`ProductThreshold`,
             :class:`AdaptiveThreshold` or any function of ``(input_ids [b, s], logits [b, v], hidden_states [b, d])``
             that returns a ``BoolTensor [b]``. With ``None``, drafts of an :class:`EarlyExit` have 3 tokens; those of

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             # Without the lines of code that they come from.
             warnings.showwarning = lambda message, *_, **__: _print_error(message)
-            args = parser_of(words).parse_args(words)
+            args, rest = parser_of(words).parse_known_args(words)
+            if rest:
+                raise _UsageError(f"unrecognized arguments: {' '.join(rest)}. See `{PROGRAM} {args.command} --help`.")
             return int(args.run(args) or 0)
     except SystemExit as end:  # of --help
         return int(end.code or 0)

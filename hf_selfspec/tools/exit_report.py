@@ -28,9 +28,8 @@ _DEFAULT_LENGTH = 2048
 class ExitReport:
     """How well the exits of one model predict the same texts; the exit after the first ``E`` layers is at ``[E - 1]``.
 
-    ``str`` of it is a table. Training that includes the exits brings the losses of the earlier
-    ones towards that of the last (LayerSkip, Figures 6 and 11, which show task scores and perplexities; the perplexity
-    is ``exp(loss)``).
+    ``str`` of it is a table. Training that includes the exits brings the losses of the earlier ones towards that of the
+    last (LayerSkip, Figures 6 and 11, which show task scores and perplexities, ``exp(loss)``).
 
     Attributes:
         loss: mean cross entropy in nats per token.

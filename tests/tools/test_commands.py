@@ -310,6 +310,7 @@ def test_mistakes_are_told_in_one_line(
     assert len(lines) >= (TAKEN[changed.split()[0]] if command is None else 1)
     for name, line in lines.items():
         assert words.replace("{}", str(place)) in line, name
+        assert "unrecognized" not in line or f"See `hf-selfspec {name.split()[0]} --help`" in line
     assert not (place / "out").exists()
 
 
