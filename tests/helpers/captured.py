@@ -9,7 +9,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import ConfidenceThreshold, EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
-from hf_selfspec.model.graphs.captures import capturing
 from hf_selfspec.model.transfer import Pending
 
 THREE = FixedLength(3)
@@ -25,8 +24,7 @@ class Traced:
         def opened(*inputs: torch.Tensor) -> list[Any]:
             return [[*result.tensors] if isinstance(result, Pending) else result for result in function(*inputs)]
 
-        with capturing.during(True):
-            self.graph = make_fx(opened, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        self.graph = make_fx(opened, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         self.inputs, self.runs = inputs, 0
         self.made.append(self)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,7 +33,9 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import leaves
 from hf_selfspec.generate import unseen
+from hf_selfspec.model.kernels import leaves as fused
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 # What torch asks of a device's runtime before it dispatches anything.
@@ -265,6 +268,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(lambda value: Pretended(value, place) if isinstance(value, torch.Tensor) else value, result)
 
 
+def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that does what a function does to the values."""
+
+    def launch(*args: Any) -> Any:
+        here = [value for value in _tensors(args) if isinstance(value, Pretended)]
+        _count(function.__name__, args, here, [], blocks=False)
+        result = Graph.run(function.__name__, function, _mapped(_raw, args), {})
+        return _mapped(lambda value: Pretended(value, here[0].device), result)
+
+    return launch
+
+
 # What a CPU does not have, or not of whole numbers.
 _OF_A_CPU: dict[str, Any] = {
     "histc": lambda values, *args: torch.histc(values.float(), *args).to(values.dtype),
@@ -476,6 +491,9 @@ def pretended() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         # Weights on a device have torch's own classes.
         stack.enter_context(patch.object(unseen, "_PLAIN_WEIGHTS", unseen._PLAIN_WEIGHTS | {Pretended}))
+        kernels = {name: as_one(getattr(leaves, name)) for name in ("norm", "rotate", "activate")}
+        modules = {f"{fused.__package__}.triton_leaves": SimpleNamespace(NORMS=leaves.NORMS, **kernels)}
+        stack.enter_context(patch.dict(sys.modules, modules))
         stack.enter_context(patch.object(torch.backends.cuda, "can_use_efficient_attention", lambda _: True))
         # Else weights that move keep their objects, which are a CPU's.
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)

@@ -36,7 +36,8 @@ Run = Callable[..., Sequence[Any]]
 drawing = new_lock()
 # Streams on which something was captured. Torch gives out 32 of a priority in turn.
 _taken = set[int]()
-capturing = PerThread[bool]()  # whether this thread runs a forward to capture its kernels
+# In a thread that runs a forward to capture its kernels: which leaves of the graph are kernels of ours.
+capturing = PerThread[dict[Hashable, Any]]()
 
 
 class NoGraphError(RuntimeError):
@@ -143,7 +144,7 @@ class Captured:
         self._packed: Any = None  # what the host gets, as bytes, and its place there, of pinned memory
         self._on_host: Any = None
         self._sent: Sent | None = None
-        with pool.alone(self._device), capturing.during(True):
+        with pool.alone(self._device):
             with torch.cuda.stream(pool.captures):
                 self._begin()
                 try:

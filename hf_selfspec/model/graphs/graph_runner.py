@@ -26,6 +26,7 @@ from ..attention.interface import MaskSpec
 from ..cache.speculative_cache import SpeculativeCache
 from ..forward_pass import ForwardPass
 from ..kernels.experts import experts_by_size
+from ..kernels.leaves import fused_leaves
 from ..layout import StepTokens, TreeLayout
 from ..logits import likeliest
 from ..module_tools import is_tensor_parallel
@@ -194,11 +195,11 @@ class GraphRunner:
         self.target.unrepresentative_forwards += 1
         begun, is_new = perf_counter(), graph.run is None
         of_graph = None if graph.run is None else unpadded(graph.run(*inputs))
-        with capturing.during(True):
+        with capturing.during(graph.leaves):
             of_filled = unpadded(forward(*inputs))
-        if of_graph is None:
-            self.graphs.make(graph, forward, inputs)
-            of_graph = of_filled
+            if of_graph is None:
+                self.graphs.make(graph, forward, inputs)
+                of_graph = of_filled
         self.target.waited_seconds += perf_counter() - begun
         of_code, excesses = eager(), list[torch.Tensor]()
         for replayed, own, expected in zip(of_graph, of_filled, of_code, strict=True):
@@ -238,7 +239,8 @@ class GraphRunner:
             spec.window = replace(spec, length=n, offset=cache.capacity, key_positions=keys, visible=visible)
             spec.window.begin_at(bases)
         kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
-        with cache.written_at(slots, bases), experts_by_size(target.model):
+        leaves = fused_leaves(target.model, target.anatomy.view)
+        with cache.written_at(slots, bases), experts_by_size(target.model), leaves:
             logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
         told: Pending | None = None
         if run.chooses and logits is not None:

@@ -54,6 +54,7 @@ class Graph:
     run: Run | None = None  # maps the inputs to the results, ``None`` where there is none yet
     compared: int = 0  # how many of its replays had the results of the model's own code
     is_over: bool = False  # whether forwards of this shape are better without
+    leaves: dict[Hashable, Any] = field(default_factory=dict)  # which are kernels of ours, as its first forward showed
 
 
 @dataclass(eq=False)

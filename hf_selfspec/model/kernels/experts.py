@@ -50,7 +50,7 @@ def _by_size(
 ) -> torch.Tensor:
     """What goes to experts, ``[n, d]``, with the ``k`` experts of each token in ``chosen`` ``[n, k]``."""
     has_kernel, are_few = has_grouped_kernel(next(experts.parameters())), chosen.numel() < experts.num_experts
-    if capturing.now and not (has_kernel or are_few):
+    if capturing.now is not None and not (has_kernel or are_few):
         raise NoGraphError(f"{chosen.numel()} choices of {experts.num_experts} experts")
     # With a kernel for groups weights are read once, and not three times as where they are gathered. For one token its
     # preparations take as long (computed).

@@ -1,0 +1,111 @@
+"""Three Triton kernels that round where torch's operations do. Importing this imports Triton.
+
+``enable_fp_fusion=False`` keeps compilers from rounding a product and a sum at once. Only the order in which squares
+are summed up may be another one, and the last bits of an exponential. Inputs of other shapes raise errors.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Normed values are rounded before the product with the weight (Llama), or only after it (GPT-OSS), or after one with a
+# number that is greater by one (Gemma).
+NORMS = (0, 1, 2)
+# How many numbers of a row a program multiplies.
+_BLOCK = 1024
+
+
+@triton.jit
+def _norm(out, x, weight, n, share, epsilon, form: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, lanes = tl.program_id(0).to(tl.int64) * n, tl.arange(0, block)
+    dtype = out.dtype.element_ty
+    values = tl.load(x + row + lanes, lanes < n, 0.0).to(tl.float32)
+    factor = tl.load(weight + lanes, lanes < n, 0.0).to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values, 0) * share + epsilon)
+    if form == 0:
+        normed = normed.to(dtype).to(tl.float32)
+    if form == 2:
+        factor += 1.0
+    tl.store(out + row + lanes, (normed * factor).to(dtype), lanes < n)
+
+
+def norm(weight: torch.Tensor, epsilon: float, form: int, x: torch.Tensor) -> torch.Tensor:
+    """The RMSNorm of ``x`` ``[..., d]`` with a ``weight`` ``[d]`` in one of the :data:`NORMS`."""
+    x, n = x.contiguous(), x.shape[-1]
+    out, block = torch.empty_like(x), triton.next_power_of_2(n)
+    options = {"num_warps": min(max(block // 512, 1), 16), "enable_fp_fusion": False}
+    _norm[(x.numel() // n,)](out, x, weight.view(n), n, 1 / n, epsilon, form, block, **options)
+    return out
+
+
+@triton.jit
+def _turn(out, x, cos, sin, second, half, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    lanes = tl.arange(0, block)
+    inside = lanes < half
+    dtype = out.dtype.element_ty
+    x_1, x_2 = tl.load(x + lanes, inside).to(tl.float32), tl.load(x + half + lanes, inside).to(tl.float32)
+    c_1, c_2 = tl.load(cos + lanes, inside).to(tl.float32), tl.load(cos + second + lanes, inside).to(tl.float32)
+    s_1, s_2 = tl.load(sin + lanes, inside).to(tl.float32), tl.load(sin + second + lanes, inside).to(tl.float32)
+    turned_1 = (x_1 * c_1).to(dtype).to(tl.float32) - (x_2 * s_1).to(dtype).to(tl.float32)
+    turned_2 = (x_2 * c_2).to(dtype).to(tl.float32) + (x_1 * s_2).to(dtype).to(tl.float32)
+    tl.store(out + lanes, turned_1.to(dtype), inside)
+    tl.store(out + half + lanes, turned_2.to(dtype), inside)
+
+
+@triton.jit(do_not_specialize=[*range(6, 18)])  # else numbers of tokens had kernels of their own
+def _rotate(  # type: ignore[no-untyped-def]
+    q_out, k_out, q, k, cos, sin, q_row, q_head, q_token, k_row, k_head, k_token, cos_row, cos_token,
+    length, heads, second, half, block: tl.constexpr,
+):  # fmt: skip
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, token = place // length, place % length
+    angle = row * cos_row + token * cos_token
+    if head < heads:
+        x = q + row * q_row + head * q_head + token * q_token
+        _turn(q_out + (place * heads + head) * 2 * half, x, cos + angle, sin + angle, second, half, block)
+    else:
+        head -= heads
+        x = k + row * k_row + head * k_head + token * k_token
+        out = k_out + (place * (tl.num_programs(1) - heads) + head) * 2 * half
+        _turn(out, x, cos + angle, sin + angle, second, half, block)
+
+
+def rotate(
+    has_two: bool, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys ``[b, k, s, h]`` turned by angles ``[b, s, h]``, those of each half, or ``[b, s, h / 2]``, those
+    of both."""
+    (b, heads, s, width), half = q.shape, q.shape[3] // 2
+    k = k.expand(b, -1, s, width)
+    cos, sin = (x.expand(b, s, width if has_two else half) for x in (cos, sin))
+    if cos.stride() != sin.stride():
+        raise ValueError("cos and sin have different layouts")
+    outs = [x.new_empty(b, s, x.shape[1], width).transpose(1, 2) for x in (q, k)]
+    strides = *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2]
+    sizes = s, heads, half if has_two else 0, half, triton.next_power_of_2(half)
+    _rotate[b * s, heads + k.shape[1]](*outs, q, k, cos, sin, *strides, *sizes, num_warps=1, enable_fp_fusion=False)
+    return outs[0], outs[1]
+
+
+@triton.jit
+def _activate(out, gate, up, gate_row, up_row, n, is_silu: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, lanes = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    dtype = out.dtype.element_ty
+    x = tl.load(gate + row * gate_row + lanes, lanes < n, 0.0).to(tl.float32)
+    if is_silu:
+        active = tl.div_rn(x, 1.0 + tl.exp(-x))
+    else:  # where numbers below zero cancel each other, as they do in torch's
+        inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+        tanh = 1.0 - tl.div_rn(2.0, tl.exp(2.0 * tl.abs(inner)) + 1.0)
+        active = 0.5 * x * (1.0 + tl.where(inner < 0, -tanh, tanh))
+    values = active.to(dtype).to(tl.float32) * tl.load(up + row * up_row + lanes, lanes < n, 0.0).to(tl.float32)
+    tl.store(out + row * n + lanes, values.to(dtype), lanes < n)
+
+
+def activate(is_silu: bool, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU, or GELU by tanh, of ``gate`` ``[..., n]``, times ``up`` ``[..., n]``."""
+    out, n = gate.new_empty(gate.shape), gate.shape[-1]
+    gate, up = gate.reshape(-1, n), up.expand(gate.shape).reshape(-1, n)
+    grid = len(gate), triton.cdiv(n, _BLOCK)
+    _activate[grid](out, gate, up, gate.stride(0), up.stride(0), n, is_silu, _BLOCK, enable_fp_fusion=False)
+    return out
