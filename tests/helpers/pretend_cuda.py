@@ -119,6 +119,8 @@ class _Captures(threading.local):
 class Graph:
     """A ``torch.cuda.CUDAGraph``."""
 
+    kernels: ClassVar[list[int]] = []  # of each that was made
+
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
         self._is_whole = True
@@ -131,6 +133,7 @@ class Graph:
 
     def capture_end(self) -> None:
         _captures.running = None
+        self.kernels.append(len(self._steps))
         if not self._is_whole:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 

@@ -6,9 +6,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +16,14 @@ from unittest.mock import patch
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from helpers import leaves
 from helpers.architectures import STATEFUL, build
 from helpers.automata import Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
 from helpers.fitted import heads_of
 from helpers.models import VOCABULARY, tiny_llama
-from helpers.pretend_cuda import Pretended, counts, here, move, pretended, spread
+from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
 from hf_selfspec import (
     AdaptiveThreshold,
     Block,
@@ -162,6 +163,7 @@ def measure(
         stack.enter_context(pretended())
         told = stack.enter_context(warnings.catch_warnings(record=True))
         errors.issued.clear()
+        Graph.kernels.clear()
         spread(model) if is_spread else move(model)
         for call in calls:
             counts.reset()
@@ -182,8 +184,22 @@ def measure(
         "launches": (counts.launches.total() - replays) / rounds,
         "graphs": made[-1],
         "first": made[0],  # graphs of the first call
+        "kernels": min(Graph.kernels, default=0),
         "warnings": [str(warning.message) for warning in told],
     }
+
+
+def _wrong(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(kernel)
+    def changed(*args: Any) -> Any:
+        results = kernel(*args)
+        return tuple(1.001 * x for x in results) if isinstance(results, tuple) else 1.001 * results
+
+    return changed
+
+
+# Kernels of leaves that are wrong by less than comparisons of whole forwards show.
+WRONG = {name: _wrong(getattr(leaves, name)) for name in ("norm", "rotate", "activate")}
 
 
 def _spec_for(spec: str, architecture: str) -> SelfSpec:
@@ -195,8 +211,9 @@ def main(cases: list[list[Any]]) -> None:
     found: list[Any] = []
     for spec, call, rows, *more in cases:
         kind, _, architecture = call.partition(" ")
-        if kind == "graphs":
-            found.append(measure(_spec_for(spec, architecture), rows, {"eos_token_id": None}, architecture, *more))
+        if kind in ("graphs", "wrong"):
+            with patch.multiple(leaves, **WRONG) if kind == "wrong" else nullcontext():
+                found.append(measure(_spec_for(spec, architecture), rows, {"eos_token_id": None}, architecture, *more))
         else:
             found.append(measure(replace(SPECS[spec](), graphs=False), rows, CALLS[call], is_spread=bool(more)))
     print(json.dumps(found))

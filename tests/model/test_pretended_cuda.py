@@ -57,6 +57,9 @@ RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 COMPARED = [("default", "graphs llama", 3, True), ("fixed", "graphs llama", 1, True, 0, "bfloat16", 1)]
 THREADS = ("fixed", "graphs llama", 1, False, 4)
 EAGER = ("lookup", "graphs bloom", 3)
+# Kernels of four layers and of the rest of a forward, at most. Of torch's own Llama has 4 * 36 + 27.
+KERNELS = {"llama": 4 * 18 + 60, "qwen3": 4 * 20 + 60, "gemma3_text": 4 * 22 + 60}
+WRONG = ("default", "wrong llama", 1, False, 1)
 
 
 def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -67,7 +70,7 @@ def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
 @pytest.fixture(scope="module")
 def measures() -> dict[tuple[Any, ...], Any]:
     """A process runs all cases."""
-    return measured(*BOUNDS, *FEW, *WARM, *COMPARED, THREADS, EAGER)
+    return measured(*BOUNDS, *FEW, *WARM, *COMPARED, WRONG, THREADS, EAGER)
 
 
 def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
@@ -95,6 +98,7 @@ def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:
         assert found["replays"] > 0.5, (case, found)
         assert found["first"] <= 3 or case[0] not in ("default", "lookup"), (case, found)
         assert found["launches"] <= LAUNCHES.get(case, 130), (case, found)
+        assert found["kernels"] <= KERNELS.get(case[1].split()[1], 1000), (case, found)
 
 
 def test_forwards_are_captured_by_default(measures: dict[tuple[Any, ...], Any]) -> None:
@@ -102,6 +106,11 @@ def test_forwards_are_captured_by_default(measures: dict[tuple[Any, ...], Any]) 
     round waits once."""
     for case in WARM:
         check_warm(case, measures[case])
+
+
+def test_kernels_that_round_otherwise_are_not_used(measures: dict[tuple[Any, ...], Any]) -> None:
+    """Each is compared with the model's own code when a graph is made."""
+    assert measures[WRONG]["kernels"] >= 4 * 36
 
 
 def check_compared(case: tuple[Any, ...], found: dict[str, Any]) -> None:
