@@ -34,7 +34,8 @@ def norm(weight: torch.Tensor, epsilon: float, form: int, x: torch.Tensor) -> to
     x, n = x.contiguous(), x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(n)
     options = {"num_warps": min(max(block // 512, 1), 16), "enable_fp_fusion": False}
-    _norm[(x.numel() // n,)](out, x, weight.view(n), n, 1 / n, epsilon, form, block, **options)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _norm[(x.numel() // n,)](out, x, weight.view(n).contiguous(), n, 1 / n, epsilon, form, block, **options)
     return out
 
 
@@ -78,12 +79,13 @@ def rotate(
     (b, heads, s, width), half = q.shape, q.shape[3] // 2
     k = k.expand(b, -1, s, width)
     cos, sin = (x.expand(b, s, width if has_two else half) for x in (cos, sin))
-    if cos.stride() != sin.stride():
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
         raise ValueError("cos and sin have different layouts")
     outs = [x.new_empty(b, s, x.shape[1], width).transpose(1, 2) for x in (q, k)]
     strides = *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2]
     sizes = s, heads, half if has_two else 0, half, triton.next_power_of_2(half)
-    _rotate[b * s, heads + k.shape[1]](*outs, q, k, cos, sin, *strides, *sizes, num_warps=1, enable_fp_fusion=False)
+    with torch.cuda.device_of(q):
+        _rotate[b * s, heads + k.shape[1]](*outs, q, k, cos, sin, *strides, *sizes, num_warps=1, enable_fp_fusion=False)
     return outs[0], outs[1]
 
 
@@ -105,7 +107,8 @@ def _activate(out, gate, up, gate_row, up_row, n, is_silu: tl.constexpr, block: 
 def activate(is_silu: bool, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU, or GELU by tanh, of ``gate`` ``[..., n]``, times ``up`` ``[..., n]``."""
     out, n = gate.new_empty(gate.shape), gate.shape[-1]
-    gate, up = gate.reshape(-1, n), up.expand(gate.shape).reshape(-1, n)
+    gate, up = gate.reshape(-1, n), up.view(gate.shape).reshape(-1, n)
     grid = len(gate), triton.cdiv(n, _BLOCK)
-    _activate[grid](out, gate, up, gate.stride(0), up.stride(0), n, is_silu, _BLOCK, enable_fp_fusion=False)
+    with torch.cuda.device_of(gate):
+        _activate[grid](out, gate, up, gate.stride(0), up.stride(0), n, is_silu, _BLOCK, enable_fp_fusion=False)
     return out
