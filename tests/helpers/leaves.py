@@ -1,5 +1,7 @@
 """The kernels of leaves as operations of torch, which round where these do."""
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -24,3 +26,17 @@ def rotate(
 
 def activate(is_silu: bool, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")) * up
+
+
+def check_differences(cases: dict[str, Any]) -> None:
+    """Rotations are the same bit for bit; the order of a sum, or an exponential, decides ties. A norm has one form."""
+    assert len(cases) == 3 * (9 + 18 + 2)
+    for name, (share, roundings) in cases.items():
+        kind, *of, dtype = name.split()
+        if kind == "rotation":
+            assert share == 0, name
+        elif kind == "norm" and of[0] != of[2].strip(",") and (dtype != "torch.float32" or "2" in name[:12]):
+            assert share > 0.2, name
+        else:
+            assert roundings <= (4 if dtype == "torch.float32" else 1), name
+            assert share <= 0.01 or dtype == "torch.float32", name

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.captured import attention_with_sums
+from helpers.leaves import check_differences
 from helpers.models import ragged_batch, tiny_llama
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec, SkipLayers, TopKTree
 from hf_selfspec.generate.decoder import Decoder
@@ -47,6 +48,12 @@ def test_numbers_come_back_as_they_went() -> None:
     flags, shares = torch.tensor([True, False], device=device), torch.tensor([0.1, -1.5, torch.inf], device=device)
     for count, numbers in enumerate(whole):
         assert read(numbers, flags, shares) == [[[1, -2], [1 << 40, count]], flags.tolist(), shares.tolist()]
+
+
+def test_kernels_of_leaves_round_as_torch_does() -> None:
+    from helpers.triton_kernels import differences  # which imports Triton
+
+    check_differences(differences(DEVICE))
 
 
 @pytest.mark.parametrize("name", SPECS)

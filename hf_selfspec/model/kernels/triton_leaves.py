@@ -39,36 +39,28 @@ def norm(weight: torch.Tensor, epsilon: float, form: int, x: torch.Tensor) -> to
     return out
 
 
-@triton.jit
-def _turn(out, x, cos, sin, second, half, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    lanes = tl.arange(0, block)
-    inside = lanes < half
-    dtype = out.dtype.element_ty
-    x_1, x_2 = tl.load(x + lanes, inside).to(tl.float32), tl.load(x + half + lanes, inside).to(tl.float32)
-    c_1, c_2 = tl.load(cos + lanes, inside).to(tl.float32), tl.load(cos + second + lanes, inside).to(tl.float32)
-    s_1, s_2 = tl.load(sin + lanes, inside).to(tl.float32), tl.load(sin + second + lanes, inside).to(tl.float32)
-    turned_1 = (x_1 * c_1).to(dtype).to(tl.float32) - (x_2 * s_1).to(dtype).to(tl.float32)
-    turned_2 = (x_2 * c_2).to(dtype).to(tl.float32) + (x_1 * s_2).to(dtype).to(tl.float32)
-    tl.store(out + lanes, turned_1.to(dtype), inside)
-    tl.store(out + half + lanes, turned_2.to(dtype), inside)
-
-
 @triton.jit(do_not_specialize=[*range(6, 18)])  # else numbers of tokens had kernels of their own
 def _rotate(  # type: ignore[no-untyped-def]
     q_out, k_out, q, k, cos, sin, q_row, q_head, q_token, k_row, k_head, k_token, cos_row, cos_token,
     length, heads, second, half, block: tl.constexpr,
 ):  # fmt: skip
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, token = place // length, place % length
-    angle = row * cos_row + token * cos_token
-    if head < heads:
-        x = q + row * q_row + head * q_head + token * q_token
-        _turn(q_out + (place * heads + head) * 2 * half, x, cos + angle, sin + angle, second, half, block)
-    else:
-        head -= heads
-        x = k + row * k_row + head * k_head + token * k_token
-        out = k_out + (place * (tl.num_programs(1) - heads) + head) * 2 * half
-        _turn(out, x, cos + angle, sin + angle, second, half, block)
+    row, token, head_k = place // length, place % length, head - heads
+    q += row * q_row + head * q_head + token * q_token
+    k += row * k_row + head_k * k_head + token * k_token
+    q_out += (place * heads + head) * 2 * half
+    k_out += (place * (tl.num_programs(1) - heads) + head_k) * 2 * half
+    x, out = tl.where(head < heads, q, k), tl.where(head < heads, q_out, k_out)
+    lanes = tl.arange(0, block)
+    inside, angles = lanes < half, row * cos_row + token * cos_token + lanes
+    dtype = q.dtype.element_ty
+    x_1, x_2 = tl.load(x + lanes, inside).to(tl.float32), tl.load(x + half + lanes, inside).to(tl.float32)
+    c_1, c_2 = tl.load(cos + angles, inside).to(tl.float32), tl.load(cos + second + angles, inside).to(tl.float32)
+    s_1, s_2 = tl.load(sin + angles, inside).to(tl.float32), tl.load(sin + second + angles, inside).to(tl.float32)
+    turned_1 = (x_1 * c_1).to(dtype).to(tl.float32) - (x_2 * s_1).to(dtype).to(tl.float32)
+    turned_2 = (x_2 * c_2).to(dtype).to(tl.float32) + (x_1 * s_2).to(dtype).to(tl.float32)
+    tl.store(out + lanes, turned_1.to(dtype), inside)
+    tl.store(out + half + lanes, turned_2.to(dtype), inside)
 
 
 def rotate(

@@ -1,5 +1,5 @@
-"""Runs Triton's kernels in its interpreter (``interpret``), or compiles them for an H200 (``compile``), as a process of
-its own; prints as JSON what was found."""
+"""Prints as JSON how the kernels of leaves round in Triton's interpreter (``interpret``), or which are compiled for an
+H200 (``compile``); a process of its own."""
 
 import json
 import sys
@@ -21,19 +21,20 @@ from triton.runtime.jit import JITFunction
 
 from hf_selfspec.model.kernels import triton_leaves
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORMS = (modeling_llama.LlamaRMSNorm, modeling_gpt_oss.GptOssRMSNorm, Gemma3RMSNorm)
 ROTATIONS = {modeling_llama: True, modeling_qwen3: True, modeling_gpt_oss: False}
 
 
-def results(dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
+def results(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, Any]]:
     """What kernels give, and what transformers' code does."""
 
     def some(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random).mul(3).to(dtype)
+        return torch.randn(shape, generator=random).mul(3).to(device, dtype)
 
     random, found = torch.Generator().manual_seed(0), dict[str, tuple[Any, Any]]()
     for usual, norm_class in enumerate(NORMS):
-        norm, x = norm_class(576).to(dtype), some(2, 3, 576)
+        norm, x = norm_class(576).to(device, dtype), some(2, 3, 576)
         norm.weight.data = some(576)
         for form in triton_leaves.NORMS:
             name = f"norm {usual} as {form}"
@@ -63,16 +64,20 @@ def rounding(before: Any) -> Any:
     return convert
 
 
-def interpreted() -> dict[str, Any]:
+def differences(device: str = "cpu") -> dict[str, Any]:
     """The share of results that are not equal, and how many roundings they are apart at most."""
     found: dict[str, Any] = {}
-    with patch.object(interpreter, "_convert_float", rounding(interpreter._convert_float)):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for name, (values, own) in results(dtype).items():
-                apart, size = (values.float() - own.float()).abs(), own.float().abs()
-                roundings = apart / (torch.finfo(dtype).eps * size + 2.0**-22 * size.max())
-                found[f"{name}, {dtype}"] = (values != own).float().mean().item(), roundings.max().item()
+    for dtype in DTYPES:
+        for name, (values, own) in results(dtype, device).items():
+            apart, size = (values.float() - own.float()).abs(), own.float().abs()
+            roundings = apart / (torch.finfo(dtype).eps * size + 2.0**-22 * size.max())
+            found[f"{name}, {dtype}"] = (values != own).float().mean().item(), roundings.max().item()
     return found
+
+
+def interpreted() -> dict[str, Any]:
+    with patch.object(interpreter, "_convert_float", rounding(interpreter._convert_float)):
+        return differences()
 
 
 def compiled() -> dict[str, Any]:
@@ -89,7 +94,7 @@ def compiled() -> dict[str, Any]:
         )
     )
     with patch.object(JITFunction, "run", compile_only):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for dtype in DTYPES:
             results(dtype)
     return made
 
