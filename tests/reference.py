@@ -4,6 +4,7 @@ A model is a function from tokens to the distributions ``p(next token)`` after e
 in which all probabilities are 0 or 1.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -45,23 +46,15 @@ def outcomes(run: Callable[[Draw], Result]) -> Iterator[tuple[Result, float]]:
     """Every result of a function that draws, with its probability: all that could be drawn is drawn in turn."""
     untried: list[list[int]] = [[]]
     while untried:
-        drawing = Script(untried.pop(), untried)
-        yield run(drawing), drawing.probability
+        told, drawn, chances = untried.pop(), list[int](), list[float]()
 
+        def draw(weights: Distribution, told=told, drawn=drawn, chances=chances) -> int:
+            possible = [index for index, weight in enumerate(weights) if weight > 0.0]
+            if len(drawn) == len(told):
+                untried.extend([*drawn, other] for other in possible[1:])
+                told.append(possible[0])
+            drawn.append(told[len(drawn)])
+            chances.append(weights[drawn[-1]] / sum(weights))
+            return drawn[-1]
 
-class Script:
-    """Draws what it is told, then the first that is possible; what else is possible there is left for other scripts."""
-
-    def __init__(self, told: list[int], untried: list[list[int]]) -> None:
-        self.told, self.untried = told, untried
-        self.drawn, self.probability = list[int](), 1.0
-
-    def __call__(self, weights: Distribution) -> int:
-        if len(self.drawn) < len(self.told):
-            index = self.told[len(self.drawn)]
-        else:
-            index, *others = (index for index, weight in enumerate(weights) if weight > 0.0)
-            self.untried.extend([*self.drawn, other] for other in others)
-        self.drawn.append(index)
-        self.probability *= weights[index] / sum(weights)
-        return index
+        yield run(draw), math.prod(chances)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -14,7 +15,8 @@ import torch
 from transformers import LlamaForCausalLM, TopPLogitsWarper
 
 import hf_selfspec
-from helpers.models import BATCH, ROW
+from helpers.models import ROW
+from helpers.processes import EXAMPLES
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.sources import Alternating, Recalled
@@ -83,47 +85,24 @@ def test_registered_classes_alone_are_saved_and_loaded(
     llama.generate(**ROW, max_new_tokens=4, assistant=other)
 
 
-ONE_FILE = """
-from dataclasses import dataclass
-
-import torch
-
-from hf_selfspec import Draft, Drafter, DraftSource, register
-
-
-@register
-@dataclass(frozen=True)
-class Echo(DraftSource):
-    length: int = 3
-    takes_forwards = False
-
-    def start(self, session):
-        return EchoDrafter(min(self.length, session.max_draft))
-
-
-class EchoDrafter(Drafter):
-    def __init__(self, length):
-        self.length = length
-
-    def propose(self, text, max_new):
-        tokens = text.last_tokens().repeat(1, min(self.length, max(max_new)))
-        return Draft(tokens, [min(self.length, count) for count in max_new])
-"""
-
-
-def test_a_source_is_one_file(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drafts, alone and in a cascade, is saved by its name, and is exact, with nothing but public names."""
-    (tmp_path / "echo_source.py").write_text(ONE_FILE)
+def test_a_source_and_a_rule_are_one_file(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the notebook draft, alone and in a cascade, are saved by their names, and exact."""
+    cells = json.loads((EXAMPLES / "your_own_draft.ipynb").read_text(encoding="utf-8"))["cells"]
+    classes = ["".join(cell["source"]) for cell in cells if "@register" in "".join(cell["source"])]
+    (tmp_path / "own_draft.py").write_text("import torch\n" + "\n\n".join(classes))
     monkeypatch.syspath_prepend(tmp_path)
-    echo = importlib.import_module("echo_source").Echo(2)
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    for inputs, draft in product((ROW, BATCH), (echo, Cascade([Lookup(), echo]))):
-        spec = SelfSpec(draft)
+    own = importlib.import_module("own_draft")
+    source, options = own.Successors(2), {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    specs = SelfSpec(source), SelfSpec(Cascade([Lookup(), source])), SelfSpec(EarlyExit(3), own.Entropy(3.0))
+    for rows, spec in product((1, 3), specs):
+        inputs = {name: value.repeat(rows, 2) for name, value in ROW.items()}
         ids = llama.generate(**inputs, **options, assistant=spec)
         assert torch.equal(ids, llama.generate(**inputs, **options))
         assert spec.stats.drafted > 0
         spec.save_pretrained(tmp_path)
-        assert SelfSpec.from_pretrained(tmp_path).draft == spec.draft
+        assert SelfSpec.from_pretrained(tmp_path) == spec
 
 
 def fixed(*parts: Any, **others: Any) -> DraftSource:

@@ -17,28 +17,36 @@ from helpers.models import ragged_batch
 from helpers.processes import library
 from hf_selfspec import SelfSpec
 
-LOOKUP, EXIT, MTP = {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}, {"use_mtp": True}
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "prompt_lookup_num_tokens": lambda: {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": lambda: {"assistant_early_exit": 2},
+    "use_mtp": lambda: {"use_mtp": True},
+    "SelfSpec()": lambda: {"assistant": SelfSpec()},
+}
+RAISES, SERVED = "raises", "the model's tokens"
 ROWS = ragged_batch((8, 12, 10))
 ROW = {name: values[1:2] for name, values in ROWS.items()}
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-CASES = {
-    **dict.fromkeys(STATEFUL, (ROW, [LOOKUP, EXIT, MTP], "not supported with stateful models")),
-    "llama": (ROWS, [LOOKUP, EXIT], "only supported for batch_size = 1"),
-}
 # transformers' early exit passes on a config and options together.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing `generation_config` together")
 
 
-@pytest.mark.every_run("(qwen3_5_text|falcon_h1|bamba|mamba2|llama)")
-@pytest.mark.parametrize("name", CASES)
-def test_what_others_refuse(name: str) -> None:
-    """Recurrent states, and several prompts."""
-    model, (inputs, refused, words) = build(name), CASES[name]
-    for options in refused:
-        with pytest.raises(ValueError, match=words):
-            model.generate(**inputs, **GREEDY, **options)
-    expected = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, assistant=SelfSpec()), expected)
+def outcomes(model: PreTrainedModel, inputs: Any, more: Callable[[], dict[str, Any]] = dict) -> list[str]:
+    """What comes of each way with these inputs and further arguments."""
+    expected, found = model.generate(**inputs, **GREEDY, **more()), []
+    for way in WAYS.values():
+        try:  # with a copy, since a model is left with the layers of its exit where transformers' early exit fails
+            ids = copy.deepcopy(model).generate(**inputs, **GREEDY, **more(), **way())
+            found.append(SERVED if ids.equal(expected) else "other tokens")
+        except (ValueError, AssertionError, RuntimeError):
+            found.append(RAISES)
+    return found
+
+
+@pytest.mark.every_run("(qwen3_5_text|falcon_h1|bamba|mamba2)")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_recurrent_states_are_served_here_alone(name: str) -> None:
+    assert outcomes(build(name), ROW) == [RAISES, RAISES, RAISES, SERVED]
 
 
 def with_mtp(folder: Path) -> PreTrainedModel:
@@ -56,48 +64,30 @@ def with_mtp(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def grammar(vocabulary: int) -> Any:
-    xgrammar = library("xgrammar")
-    tokens = xgrammar.TokenizerInfo([chr(33 + token) for token in range(vocabulary)], stop_token_ids=[1])
-    compiled = xgrammar.GrammarCompiler(tokens).compile_regex("(a|b)(ab|ba){40}")
-    return [xgrammar.contrib.hf.LogitsProcessor(compiled)]
-
-
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="the README's table is of 5.24")
 @pytest.mark.machine("verification_is_free")
 def test_the_table_of_the_readme(tmp_path: Path) -> None:
-    mtp, recurrent, readme = with_mtp(tmp_path), build("qwen3_5_text"), Path(__file__).parents[2] / "README.md"
-    vocabulary = mtp.config.vocab_size
-    ways: dict[str, dict[str, Any]] = {"prompt_lookup_num_tokens": LOOKUP, "assistant_early_exit": EXIT, "use_mtp": MTP}
-    ways["SelfSpec()"] = {"assistant": SelfSpec()}
-
-    def served(model: PreTrainedModel, inputs: Any, way: dict[str, Any], more: Callable[[], dict[str, Any]]) -> str:
-        # A copy, since a model is left with the layers of its exit where transformers' early exit fails.
-        model = copy.deepcopy(model)
-        expected = model.generate(**inputs, **GREEDY, **more())
-        try:
-            ids = model.generate(**inputs, **GREEDY, **more(), **way)
-        except (ValueError, AssertionError, RuntimeError):
-            return "raises"
-        return "the model's tokens" if ids.equal(expected) else "other tokens"
+    model, xgrammar = with_mtp(tmp_path), library("xgrammar")
+    tokens = xgrammar.TokenizerInfo([chr(33 + token) for token in range(model.config.vocab_size)], stop_token_ids=[1])
+    grammar = xgrammar.GrammarCompiler(tokens).compile_regex("(a|b)(ab|ba){40}")
 
     def from_earlier(way: dict[str, Any]) -> str:
-        model, seen, forwards = copy.deepcopy(mtp), list[Any](), list[int]()
-        model.model.layers[0].register_forward_pre_hook(lambda *given: seen.append(given))
+        watched, seen, forwards = copy.deepcopy(model), list[Any](), list[int]()
+        watched.model.layers[0].register_forward_pre_hook(lambda *given: seen.append(given))
         for _ in range(2):
-            model.generate(**ROW, **GREEDY, **way)
+            watched.generate(**ROW, **GREEDY, **way)
             forwards.append(len(seen))
         return "drafted from" if forwards[1] < 2 * forwards[0] else "not used"
 
     rows = {
-        "one prompt": [served(mtp, ROW, way, dict) for way in ways.values()],
-        "several prompts, of different lengths": [served(mtp, ROWS, way, dict) for way in ways.values()],
-        "recurrent states (Qwen3.5)": [served(recurrent, ROW, way, dict) for way in ways.values()],
-        "a grammar of xgrammar": [
-            served(mtp, ROW, way, lambda: {"logits_processor": grammar(vocabulary)}) for way in ways.values()
-        ],
-        "the text of an earlier call": [from_earlier(way) for way in ways.values()],
+        "one prompt": outcomes(model, ROW),
+        "several prompts, of different lengths": outcomes(model, ROWS),
+        "recurrent states (Qwen3.5)": outcomes(build("qwen3_5_text"), ROW),
+        "a grammar of xgrammar": outcomes(
+            model, ROW, lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammar)]}
+        ),
+        "the text of an earlier call": [from_earlier(way()) for way in WAYS.values()],
     }
-    table = [["", *(f"`{name}`" for name in ways)], ["---"] * 5, *([name, *cells] for name, cells in rows.items())]
-    made = "".join(f"| {' | '.join(row)} |\n" for row in table)
-    assert made.replace("|  |", "| |") in readme.read_text(encoding="utf-8"), made
+    table = [["", *(f"`{name}`" for name in WAYS)], ["---"] * 5, *([name, *cells] for name, cells in rows.items())]
+    made = "".join(f"| {' | '.join(row)} |\n" for row in table).replace("|  |", "| |")
+    assert made in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"), made

@@ -7,12 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
 
 import reference
 from helpers.models import ROW, tiny_llama
-from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, llama
+from helpers.sampling import NEW_TOKENS, PROMPT, SIGNIFICANCE, exact_joint, llama, p_of_counts
 from hf_selfspec import EarlyExit, FixedLength, SelfSpec
 
 AT_ONCE = pytest.mark.machine("nodes_are_scored_at_once")
@@ -71,7 +70,5 @@ def test_sampled_tokens_and_drafts(scored: str) -> None:
     sampled = llama().generate(PROMPT, assistant=spec, **options)[:, PROMPT.shape[1] :].tolist()
     observed = Counter(zip(map(tuple, sampled), map(tuple, spec.stats.from_draft), strict=True))
     assert observed.keys() <= expected.keys()
-    cells = [cell for cell, probability in expected.items() if probability * rows >= 5]
-    counts, means = [observed[cell] for cell in cells], [expected[cell] * rows for cell in cells]
-    pooled = [[*counts, rows - sum(counts)], [*means, rows - sum(means)]]
-    assert chisquare(*pooled).pvalue > SIGNIFICANCE
+    counts, joint = (torch.tensor([by[cell] for cell in expected]).double() for by in (observed, expected))
+    assert p_of_counts(counts, joint) > SIGNIFICANCE

@@ -97,9 +97,14 @@ def p_value(sequences: torch.Tensor, joint: torch.Tensor) -> float:
     generated = sequences[:, PROMPT.shape[1] :]
     places = VOCABULARY ** torch.arange(generated.shape[1]).flip(0)
     observed = torch.bincount((generated * places).sum(1), minlength=len(joint)).double()
+    return p_of_counts(observed, joint)
+
+
+def p_of_counts(observed: torch.Tensor, joint: torch.Tensor) -> float:
+    """The same of how often each cell was ``observed``, by its probability."""
     if observed[joint == 0].any():
         return 0.0
-    expected, order = (joint * len(sequences)).sort()
+    expected, order = (joint * observed.sum()).sort()
     observed = observed[order]
     pooled = max(int((expected < 5).sum()), int((expected.cumsum(0) < 5).sum()) + 1)
     observed = torch.cat([observed[:pooled].sum()[None], observed[pooled:]])
