@@ -99,18 +99,25 @@ def of_results(results: Path) -> tuple[Speeds, str]:
     methods = [method for method in run["methods"] if method["name"] != "plain"][: len(SERIES)]
     if len(run["about"]["prompts"]) < 2:
         raise SystemExit(f"{results} has one kind of prompts: give bench prompts with a column `kind`.")
-    speeds = {
-        method["name"]: {kind: estimate["value"] for kind, estimate in method["by_kind"].items()} for method in methods
-    }
+    speeds = {method["name"]: values_of(method) for method in methods}
     prompts = ", ".join(f"{kind} {count}" for kind, count in run["about"]["prompts"].items())
     return speeds, f"whole calls; prompts: {prompts}"
 
 
+def values_of(method: dict[str, Any]) -> dict[str, float]:
+    return {kind: estimate["value"] for kind, estimate in method["by_kind"].items()}
+
+
 def of_kinds() -> tuple[Speeds, str]:
-    """The table by kind of text in RESULTS.md."""
-    result = json.loads((RESULTS / "kinds-of-text.json").read_text(encoding="utf-8"))
-    ((_, *kinds), rows) = result["tables"][0]["columns"], result["tables"][0]["rows"]
-    speeds = {dtype: dict(zip(kinds, map(float, values), strict=True)) for dtype, *values in rows}
+    """The rows of the README's table by kind of text, or, where these have no kinds, the table in RESULTS.md."""
+    runs = [json.loads(path.read_text(encoding="utf-8"))["bench"] for path in sorted(RESULTS.glob("speed-*.json"))]
+    speeds = {run["about"]["dtype"]: values_of(run["methods"][1]) for run in runs if run["methods"][1]["by_kind"]}
+    if speeds:
+        prompts = ", ".join(f"{kind} {count}" for kind, count in runs[0]["about"]["prompts"].items())
+        return speeds, f"SmolLM2-135M-Instruct, one CPU thread, whole calls; prompts: {prompts}"
+    (table,) = json.loads((RESULTS / "kinds-of-text.json").read_text(encoding="utf-8"))["tables"]
+    kinds = table["columns"][1:]
+    speeds = {dtype: dict(zip(kinds, map(float, values), strict=True)) for dtype, *values in table["rows"]}
     return speeds, "SmolLM2-135M-Instruct, one CPU thread, decoding; 20 prompts a kind (summary: 8, chat: 19)"
 
 

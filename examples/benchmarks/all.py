@@ -6,7 +6,7 @@
 gsm8k_train.jsonl, spec_bench.jsonl, wikitext2_valid.txt), ``TWIN`` is the demo model trained without exits
 (``train_demo_model.py --plain``). Names are those of files in ``results``, which may end with ``*``; without any, all
 are run that need no more than this, which takes hours. A file whose day is ``--since`` or later is left as it is, so
-that a run that was stopped goes on.
+that a run that was stopped goes on. Pictures need matplotlib (``pip install -e ".[plot]"``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from datetime import date
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def main() -> None:
                 continue
             path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     tables.main()
-    subprocess.run([sys.executable, ROOT / "examples" / "pictures.py"], check=True)
+    if find_spec("matplotlib"):
+        subprocess.run([sys.executable, ROOT / "examples" / "pictures.py"], check=True)
     if failed:
         raise SystemExit(f"these failed, and run again with the next call: {', '.join(failed)}")
 
