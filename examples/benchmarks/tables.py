@@ -91,7 +91,7 @@ def row_of(result: dict[str, Any], link: str, with_kinds: bool) -> list[str]:
     if with_kinds:
         row += [f"{kind['value']:.2f}" for kind in ours["by_kind"].values()]
         return [*row, f"{ours['equal_ids']}/{ours['texts']}"]
-    named = _NOTHING if best is None else f"{estimate(best['speedup'])}, {best['name']}"
+    named = _NOTHING if best is None else f"{estimate(best['speedup'])}, {best['name'].partition('(')[0]}"
     return [*row, alone, named, f"{result['bench']['prompts']}"]
 
 
