@@ -69,7 +69,7 @@ class Outcome:
 
     def applied(self, anatomy: Anatomy) -> Anatomy:
         """The parts of the model with what they support by this outcome."""
-        return replace(anatomy, tree=False, ragged=False, replay=False) if self.lines_in_step else anatomy
+        return replace(anatomy, tree=False, by_slot=False, replay=False) if self.lines_in_step else anatomy
 
 
 # For each model its outcomes, by what was compared, or by the reasons to compare where they decide.

@@ -135,7 +135,7 @@ class Anatomy:
     position_limit: int | None
     takes_positions: bool  # whether the model's forward takes the positions of tokens
     tree: bool
-    ragged: bool
+    by_slot: bool  # whether tokens are told apart by their positions alone, whatever the cache holds
     replay: bool
     exits: bool
     causal: bool
@@ -145,6 +145,10 @@ class Anatomy:
     @property
     def is_recurrent(self) -> bool:
         return self.kernels is not None
+
+    @property
+    def ragged(self) -> bool:
+        return self.by_slot and not self.is_recurrent
 
     @property
     def num_layers(self) -> int:
@@ -211,7 +215,7 @@ class Anatomy:
             position_limit=None if architecture.endless or is_rotary or kernels is not None else limit,
             takes_positions=takes_positions,
             tree=architecture.tree and not alibi and has_places,
-            ragged=architecture.ragged and has_places and ends_apart and kernels is None,
+            by_slot=architecture.ragged and has_places and ends_apart,
             replay=architecture.replay and not kv_sources and ends_apart,
             exits=architecture.exits and ends_apart,
             causal=architecture.causal and all(getattr(block, "is_causal", True) for block in attention),

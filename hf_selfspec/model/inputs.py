@@ -178,7 +178,7 @@ class Inputs:
         following = DecodeInputs.of(model, input_ids, arguments, prompt.ends())
         is_text = not has_tensors(extra) and not prompt.has_positions
         if not following.has_positions and (not is_text or prompt.valid is not None):  # padding counts, too
-            anatomy = replace(anatomy, takes_positions=False, tree=False, ragged=False)
+            anatomy = replace(anatomy, takes_positions=False, tree=False, by_slot=False)
         if is_text:
             following = DecodeInputs(following.offsets, extra=extra)
         fixed = prompt.cursors if is_text else prompt.ends()  # the cache may hold more than text

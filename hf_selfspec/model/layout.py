@@ -41,9 +41,8 @@ class TreeLayout:
 
     @classmethod
     def of_packed(cls, packed: torch.Tensor) -> TreeLayout:
-        """A layout that is on a device already, see :meth:`packed`."""
-        count = packed.shape[1]
-        layout = cls([[-1] * count], [[0] * count])
+        """A layout that is on a device alone, see :meth:`packed`."""
+        layout = cls([], [[0] * packed.shape[1]])
         layout._on[packed.device] = packed
         return layout
 
@@ -94,14 +93,21 @@ class TreeLayout:
         numbers[:, :, :size] = bits[:, :, :size]
         return numbers
 
+    def parents_on(self, device: torch.device) -> torch.Tensor:
+        """The parents of one row's tokens ``[t]``, counted from 1 on, 0 for the text."""
+        numbers = torch.arange(1, self.size + 1, device=device)
+        return (self.ancestry(device)[0].tril(-1) * numbers).amax(-1)
+
     def windows(self, width: int, device: torch.device) -> torch.Tensor:
         """For each token of one row the last ``width`` columns on its path, of the text's last ``width`` and the
         tokens, side by side ``[t * width]``."""
         if (device, width) not in self._on:
-            paths = [[*range(width)]]  # the first is that of the text, which is parent -1
-            for token, parent in enumerate(self.parents[0]):
-                paths.append([*paths[parent + 1][1:], width + token])
-            self._on[device, width] = upload(paths[1:], device).flatten()
+            # The column before each one, and the paths from their ends on.
+            before = torch.cat([torch.arange(-1, width - 1, device=device), self.parents_on(device) + (width - 1)])
+            columns = [torch.arange(width, width + self.size, device=device)]
+            for _ in range(width - 1):
+                columns.append(before[columns[-1]])
+            self._on[device, width] = torch.stack(columns[::-1], 1).flatten()
         return self._on[device, width]
 
     def keys(self, slots: torch.Tensor, length: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:

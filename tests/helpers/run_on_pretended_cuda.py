@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from helpers import leaves
-from helpers.architectures import STATEFUL, build
+from helpers.architectures import build
 from helpers.automata import Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
@@ -107,7 +107,7 @@ def measure(
     model.to(getattr(torch, dtype))
     options = {"do_sample": False, "pad_token_id": 0} | options
     lengths = [*[(20, 20)] * 3, (105, 12), (20, 16)]  # in 128 slots, in 256, and in 128 again
-    if not architecture or architecture in STATEFUL or threads > 1:  # without graphs, or all in the same call
+    if not architecture or threads > 1:  # without graphs, or all in the same call
         lengths = [(20, 20) if architecture else (10, 28)]
     if dtype != "float32":  # which a CPU has no quick kernels for
         del lengths[2:]

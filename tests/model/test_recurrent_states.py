@@ -28,8 +28,9 @@ from hf_selfspec import (
 )
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.recurrence import BLOCK, GatedDelta
-from hf_selfspec.model.cache.recurrent_states import StateLog
 from hf_selfspec.model.cache.speculative_cache import cache_for
+from hf_selfspec.model.cache.timeline import StateLog, StateUpdate, Timeline
+from hf_selfspec.model.graphs.captures import BufferPool
 from hf_selfspec.model.layout import TreeLayout
 from hf_selfspec.model.target import Target
 
@@ -48,15 +49,21 @@ def add_up(state: torch.Tensor, entries: tuple[torch.Tensor, ...]) -> torch.Tens
     return state
 
 
+@pytest.mark.parametrize("pool", [None, BufferPool()])
 @pytest.mark.parametrize("history", [0, 4])
-def test_log(history: int) -> None:
+def test_log(history: int, pool: BufferPool | None) -> None:
     """A state at any slot is that of the text before it, after drafts and text that runs again; logs do not grow."""
     numbers, text = Random(history), [1, 2]
-    log = StateLog(SimpleNamespace(advance=add_up), 2, torch.tensor([[12]]))
+    of = SimpleNamespace(advance=add_up, shapes=lambda state, count: [(1, 1, count)])
+    timeline = Timeline(SimpleNamespace(pool=pool, owner=""), history=history)
+    timeline.restart(2)
+    log = StateLog(of, timeline, "log", torch.tensor([[12]]))
 
     def feed(start: int, tokens: list[int]) -> None:
-        log.state_at(start)
-        log.add(start, (torch.tensor(tokens)[None, None],))
+        timeline.reach(start, start + len(tokens), [log])
+        update = StateUpdate(start)
+        log.before(update)
+        log.add(update, (torch.tensor(tokens)[None, None],))
 
     for _ in range(40):
         root, (floor,) = len(text), log.bases
@@ -68,15 +75,15 @@ def test_log(history: int) -> None:
         new = [numbers.randrange(1, 8) for _ in range(5)]
         feed(start, [9] * (root - start) + new)
         text += new[: numbers.randint(1, 5)]
-        log.commit(len(text), history)
+        timeline.commit(len(text), [log])
         (floor,) = log.bases
-        assert min(history, len(text) - 2) <= len(text) - floor <= 2 * history + 5
+        assert min(history, len(text) - 2) <= len(text) - floor <= 2 * history + (5 if pool is None else 64)
         for slot in range(max(len(text) - 4, floor), len(text) + 1):
             assert log.state_at(slot).item() == int("".join(map(str, text[:slot][-9:])))
     with pytest.raises(AssertionError, match="a gap"):
         log.state_at(len(text) + 1)
     with pytest.raises(AssertionError, match="a gap"):
-        log.add(len(text) + 1, (torch.ones(1, 1, 1),))
+        timeline.reach(len(text) + 1, len(text) + 2, [log])
 
 
 @pytest.mark.every_run("kimi_linear")

@@ -19,8 +19,9 @@ def take_in(cache: SpeculativeCache, past: Cache, columns: torch.Tensor | None, 
     of which each row has ``slots``. The cursors do not change."""
     length = past.get_seq_length()
     cache.round_up()
+    cache.timeline.restart(slots[0])
     for recurrent in cache.recurrent:
-        recurrent.take_states(past.layers[recurrent.index], slots[0])
+        recurrent.take_states(past.layers[recurrent.index])
     if cache.window is not None:
         cache.window.begin(slots, cache.capacity)
     cache.was_given = True

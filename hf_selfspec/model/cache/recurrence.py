@@ -1,11 +1,13 @@
 """Recurrences, those of linear attention and of Mamba, and convolutions."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ..graphs.captures import capturing
 from ..layout import TreeLayout
 
 # What tokens feed into a state, [b, c, t, ...]: tokens are the third dimension of each tensor.
@@ -40,6 +42,20 @@ class Recurrence:
     @abstractmethod
     def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
         """Returns the state after these tokens."""
+
+    @abstractmethod
+    def shapes(self, state: torch.Tensor, count: int) -> list[tuple[int, ...]]:
+        """Returns the shapes of the entries of so many tokens."""
+
+    def prepare(self, arguments: Arguments) -> None:
+        """Takes what entries do not tell of how states advance from the arguments of the running call."""
+
+    def after(
+        self, state: torch.Tensor, entries: Sequence[torch.Tensor], count: torch.Tensor, there: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the state after the entries that are ``there`` ``[n]``, the first ``count`` ``[1]``: as if others had
+        fed nothing into it."""
+        return self.advance(state, _masked(entries, there))
 
     @abstractmethod
     def outputs(self, state: torch.Tensor, inputs: Entries, nodes: TreeLayout | None) -> tuple[torch.Tensor, Entries]:
@@ -93,6 +109,16 @@ class Convolution:
         """The state after more inputs; see :meth:`Recurrence.advance`."""
         return torch.cat([state, *entries], 2)[:, :, -self.width :].clone()
 
+    def shapes(self, state: torch.Tensor, count: int) -> list[tuple[int, ...]]:
+        return [(*state.shape[:2], count)]
+
+    def after(
+        self, state: torch.Tensor, entries: Sequence[torch.Tensor], count: torch.Tensor, there: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`Recurrence.after`."""
+        columns = count + torch.arange(self.width, device=count.device)
+        return torch.cat([state, *entries], 2).index_select(2, columns)
+
 
 class SelectiveScan(Recurrence):
     """Mamba-1's recurrence, state ``[b, d, n]``; text that continues takes steps, since transformers' function starts
@@ -106,7 +132,29 @@ class SelectiveScan(Recurrence):
     continues = False
     token_dim, prefix = 2, "delta"
 
-    _a: torch.Tensor  # [d, n] that of the last step
+    def __init__(self) -> None:
+        # [d, n] that of the last forward, and that of one which is captured, in memory of the graph's.
+        self._rates: dict[bool, torch.Tensor] = {}
+
+    @property
+    def _a(self) -> torch.Tensor:
+        return self._rates[bool(capturing.now)]
+
+    def prepare(self, arguments: Arguments) -> None:
+        self._rates[bool(capturing.now)] = arguments["A"].float()
+
+    def shapes(self, state: torch.Tensor, count: int) -> list[tuple[int, ...]]:
+        b, d, n = state.shape
+        return [(b, d, count), (b, d, count), (b, n, count)]
+
+    def after(
+        self, state: torch.Tensor, entries: Sequence[torch.Tensor], count: torch.Tensor, there: torch.Tensor
+    ) -> torch.Tensor:
+        dt, x, b = _masked(entries, there)
+        total = dt.cumsum(2)
+        left = ((total[:, :, -1:] - total)[..., None] * self._a[:, None]).exp()
+        added = (left * x[..., None] * b.transpose(1, 2)[:, None]).sum(2)
+        return torch.addcmul(added, (total[:, :, -1:] * self._a).exp(), state)
 
     def prefill(
         self, kernel: Any, state: torch.Tensor | None, arguments: Arguments
@@ -115,9 +163,8 @@ class SelectiveScan(Recurrence):
         return output, self.load(state, 0)
 
     def step(self, state: torch.Tensor, nodes: TreeLayout | None, arguments: Arguments) -> tuple[torch.Tensor, Entries]:
-        # x and Δ [b, d, t], A [d, n], B and C [b, n, t].
-        hidden_states, a, b, c = (arguments[name] for name in ("hidden_states", "A", "B", "C"))
-        self._a = a.float()
+        # x and Δ [b, d, t], B and C [b, n, t].
+        hidden_states, b, c = (arguments[name] for name in ("hidden_states", "B", "C"))
         dt = self.time_steps(arguments).float()
         inputs = (dt, dt * hidden_states.float(), b.float(), c.float())
         output, entries = self.in_blocks(state, inputs, nodes)
@@ -146,6 +193,13 @@ class SelectiveScan(Recurrence):
         """The state ``[b, d, n]`` and those after each token, one after another, since a state is small."""
         # [b, d, t, n]: the factor by which each token scales a state, and what it adds.
         left, added = (dt[..., None] * self._a[:, None]).exp(), x[..., None] * b.transpose(1, 2)[:, None]
+        if nodes is not None and not nodes.parents:  # which a device alone knows
+            whole, parents = state.new_empty(dt.shape[2] + 1, *state.shape), nodes.parents_on(dt.device)
+            whole[0] = state
+            for token in range(dt.shape[2]):
+                before = whole.index_select(0, parents[token : token + 1])[0]
+                whole[token + 1] = torch.addcmul(added[:, :, token], left[:, :, token], before)
+            return list(whole.unbind(0))
         states = [state]
         for token in range(dt.shape[2]):
             before = states[token if nodes is None else nodes.parents[0][token] + 1]
@@ -162,6 +216,12 @@ class LinearAttention(Recurrence):
     these tokens follows from their ``u``: no token has to be run again. Entries are keys ``[b, k, t, n]``, ``u`` and
     decays ``[b, k, t, 1 or n]``.
     """
+
+    by_channel = False  # whether each channel of the keys has a decay
+
+    def shapes(self, state: torch.Tensor, count: int) -> list[tuple[int, ...]]:
+        b, k, n, h = state.shape
+        return [(b, k, count, n), (b, k, count, h), (b, k, count, n if self.by_channel else 1)]
 
     def advance(self, state: torch.Tensor, entries: Entries) -> torch.Tensor:
         key, added, decay = entries
@@ -234,6 +294,7 @@ class KimiDelta(GatedDelta):
     """The gated delta rule with a decay for each channel of the keys."""
 
     kernel = "chunk_kimi_delta_attention"
+    by_channel = True
 
 
 class StateSpace(LinearAttention):
@@ -272,6 +333,11 @@ class StateSpace(LinearAttention):
 
     def store(self, state: torch.Tensor) -> torch.Tensor:
         return state.transpose(2, 3).contiguous()
+
+
+def _masked(entries: Sequence[torch.Tensor], there: torch.Tensor) -> Entries:
+    """The entries, with zeros in the place of those that are not ``there`` ``[n]``."""
+    return tuple(values.masked_fill(~there.view(-1, *[1] * (values.dim() - 3)), 0) for values in entries)
 
 
 def _pairs(rows: torch.Tensor, columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

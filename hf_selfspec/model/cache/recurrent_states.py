@@ -1,7 +1,4 @@
-"""Recurrent states of one text in our cache, addressed by slots as keys and values are.
-
-What tokens feed into a state is kept in a log after a checkpoint at the root. The state at any slot of the log follows
-from the checkpoint and the log, without a forward, so rolling back rejected tokens only means dropping their entries.
+"""Recurrent states of the layers of one text in our cache.
 
 A model's file calls its recurrence, and its convolutions, by the name of a function. While a model speculates, that
 name refers to a function that passes the call on to the state whose turn it is in this thread; if there is none, to the
@@ -23,11 +20,9 @@ import torch.nn as nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...errors import unsupported
-from ..layout import TreeLayout
 from ..patching import InstanceForwards, PerThread, shared_change
-from .recurrence import Convolution, Entries, GatedDelta, KimiDelta, Recurrence, SelectiveScan, StateSpace
-
-_LEAST = 16  # columns of a log that there is room for
+from .recurrence import Convolution, GatedDelta, KimiDelta, Recurrence, SelectiveScan, StateSpace
+from .timeline import StateLog, StateUpdate
 
 RECURRENCES: tuple[type[Recurrence], ...] = (GatedDelta, KimiDelta, StateSpace, SelectiveScan)
 
@@ -111,109 +106,6 @@ def _redirected(kernel: Run, name: str) -> Run:
     return call
 
 
-class StateLog:
-    """States before some slots, and what the tokens in between feed into them."""
-
-    def __init__(self, of: Any, slot: int, state: torch.Tensor) -> None:
-        """``of`` is the :class:`Recurrence`, or the :class:`Convolution`, whose states these are."""
-        self.of = of
-        self.restart(slot, state)
-
-    def restart(self, slot: int, state: torch.Tensor) -> None:
-        """Starts over with a state before this slot."""
-        # Slots with the states before them: the first that is known, the checkpoint, where the last forward began.
-        self._floor = self.root = self._latest = slot, state
-        self._entries: Entries = ()  # [1, c, n, ...] from the floor's slot on, with room for more
-        self._end = slot  # after the last entry
-
-    @property
-    def bases(self) -> tuple[int]:
-        """The slot of the first entry."""
-        return (self._floor[0],)
-
-    @property
-    def device(self) -> torch.device:
-        return self.root[1].device
-
-    def state_at(self, slot: int) -> torch.Tensor:
-        """The state before the token at a slot (for slots older than the log, before its first entry)."""
-        floor = self._floor[0]
-        slot = max(slot, floor)
-        assert slot <= self._end, "the log of a state has a gap"
-        known, state = next(begun for begun in (self._latest, self.root, self._floor) if begun[0] <= slot)
-        if known < slot:
-            columns = slice(known - floor, slot - floor)
-            state = self.of.advance(state, tuple(values[:, :, columns] for values in self._entries))
-            if slot >= self.root[0]:
-                self._latest = slot, state
-        return state
-
-    def add(self, start: int, entries: Entries) -> None:
-        """Adds what a forward from a slot on fed into the state, in place of the entries there and after it; those
-        before the root stay."""
-        floor, root = self._floor[0], self.root[0]
-        first, end = max(start, root), start + entries[0].shape[2]
-        assert floor <= start, "the log of a state begins later"
-        assert first <= self._end, "the log of a state has a gap"
-        new = tuple(values[:, :, first - start :] for values in entries)
-        self._make_room(end - floor, new)
-        for values, added in zip(self._entries, new, strict=True):
-            values[:, :, first - floor : end - floor] = added
-        self._end = max(end, first)
-        if self._latest[0] > first:
-            self._latest = self.root
-
-    def _make_room(self, width: int, new: Entries) -> None:
-        """Makes room for so many columns of entries like these."""
-        before = self._entries or tuple(values[:, :, :0] for values in new)
-        types = [torch.promote_types(old.dtype, values.dtype) for old, values in zip(before, new, strict=True)]
-        if width > before[0].shape[2] or types != [old.dtype for old in before]:
-            size = max(_LEAST, 1 << width.bit_length())
-            pairs = zip(before, types, strict=True)
-            self._entries = tuple(old.new_empty(*old.shape[:2], size, *old.shape[3:], dtype=to) for old, to in pairs)
-            for values, old in zip(self._entries, before, strict=True):
-                values[:, :, : old.shape[2]] = old
-
-    def keep_path(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Moves entries of the last forward from column to column; see :meth:`SpeculativeCache.keep_path`."""
-        for values in self._entries:
-            values.index_copy_(2, target, values.index_select(2, source))
-
-    def commit(self, root: int, history: int) -> None:
-        """Makes the state at this slot the checkpoint; at least ``history`` slots before it stay in the log."""
-        self.root = self._latest = root, self.state_at(root)
-        self._end, (floor, _) = root, self._floor
-        if root - floor >= 2 * history:
-            first = root - history
-            self._floor = first, self.state_at(first)
-            for values in self._entries if history else ():
-                values[:, :, :history] = values[:, :, first - floor : root - floor].clone()
-
-
-@dataclass
-class StateUpdate:
-    """The tokens that the running forward feeds into recurrent states: a piece of a prompt, a line, or a tree."""
-
-    start: int  # the slot of the first one
-    is_prompt: bool = False  # whether nothing of it is rolled back
-    nodes: TreeLayout | None = None  # the tree that they form, None for a line
-    is_scratch: bool = False  # whether nothing of it is kept
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None and self.nodes.hidden:
-            # A line that is in the text already starts at the slot of its first token.
-            self.start -= self.nodes.hidden
-            self.nodes, self.is_scratch = None, True
-
-    def add(self, log: StateLog, entries: Entries) -> None:
-        """Adds what the tokens feed into a state to its log; after a prompt the log starts over."""
-        if self.is_prompt:
-            end = self.start + entries[0].shape[2]
-            log.restart(end, log.of.advance(log.state_at(self.start), entries))
-        elif not self.is_scratch:
-            log.add(self.start, entries)
-
-
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Recurrent states of one layer, to be combined with a layer for keys and values."""
 
@@ -234,12 +126,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def logs(self) -> list[StateLog]:
         return [*self._convolutions.values(), *self._recurrent.values()]
 
-    def take_states(self, source: Any, slot: int) -> None:
-        """Copies the states of a layer that an earlier ``generate`` returned, before a slot."""
+    def _log(self, of: Any, state: torch.Tensor, *name: int) -> StateLog:
+        """A new log of the layer."""
+        whole = self._cache.layers.index(self), type(of).__name__, *name
+        return StateLog(of, self._cache.timeline, whole, state)
+
+    def take_states(self, source: Any) -> None:
+        """Copies the states of a layer that an earlier ``generate`` returned, before the timeline's first slot."""
         for index, inputs in source.conv_states.items():
             if inputs is not None and source.has_previous_state[index]:
                 width = source.conv_kernel_size[index] or inputs.shape[2]
-                self._convolutions[index] = StateLog(Convolution(width), slot, inputs[:, :, -width:].clone())
+                self._convolutions[index] = self._log(Convolution(width), inputs[:, :, -width:].clone(), index)
         for index, state in source.recurrent_states.items():
             if state is not None and source.has_previous_state[index]:
                 assert self._recurrence is not None
@@ -247,15 +144,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 for part in range(state.shape[1] if self._has_parts else 1):
                     recurrence = self._recurrence()
                     loaded = recurrence.load(state.clone(), part)
-                    self._recurrent[index, part] = StateLog(recurrence, slot, loaded)
+                    self._recurrent[index, part] = self._log(recurrence, loaded, index, part)
 
     def hand_states(self, target: Any, slot: int) -> None:
         """Fills an empty layer with the states before a slot."""
         stored: dict[int, list[torch.Tensor]] = {}
         for index, log in self._convolutions.items():
-            target.update_conv_state(log.state_at(slot), state_idx=index, conv_kernel_size=log.of.width)
+            state = log.state_at(slot).clone()  # of memory that later calls write to
+            target.update_conv_state(state, state_idx=index, conv_kernel_size=log.of.width)
         for (index, _), log in self._recurrent.items():
-            stored.setdefault(index, []).append(log.of.store(log.state_at(slot)))
+            stored.setdefault(index, []).append(log.of.store(log.state_at(slot).clone()))
         for index, parts in stored.items():
             whole = torch.stack(parts, 1) if self._has_parts else parts[0]
             target.update_recurrent_state(whole, state_idx=index)
@@ -271,9 +169,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             raise unsupported(f"{self._model_name} keeps inputs of convolutions whose number is not known")
         if is_first := state_idx not in self._convolutions:
             state = conv_states.new_zeros(*conv_states.shape[:2], width)
-            self._convolutions[state_idx] = StateLog(Convolution(width), update.start, state)
+            self._convolutions[state_idx] = self._log(Convolution(width), state, state_idx)
         log = self._convolutions[state_idx]
-        state = log.state_at(update.start)
+        state = log.before(update)
         update.add(log, (conv_states,))
         if is_first:
             return conv_states
@@ -298,7 +196,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 f"{self._model_name} computes its recurrent states in a way that is not known here, such as a kernel "
                 "of its own, so they cannot be rolled back"
             )
-        self._has_parts = recurrent_states.dim() > parts[0].root[1].dim()
+        self._has_parts = recurrent_states.dim() > parts[0].state.dim()
         return recurrent_states
 
     def _run(self, state_idx: int, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,11 +206,15 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         recurrence: Recurrence = self._recurrence() if log is None else log.of  # type: ignore[misc]  # a function that is replaced has one
         self._calls += 1
         arguments = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
+        recurrence.prepare(arguments)
         length = arguments[recurrence.parameters[0]].shape[recurrence.token_dim]
-        state = None if log is None else log.state_at(update.start)
+        state = None if log is None else log.before(update)
         if log is None or state is None or (update.is_prompt and recurrence.continues and length > 1):
             output, state = recurrence.prefill(original, state, arguments)
-            self._recurrent[key] = StateLog(recurrence, update.start + length, state)
+            if log is None:
+                self._recurrent[key] = self._log(recurrence, state, *key)
+            else:
+                log.restart(state)
             return output, state
         output, entries = recurrence.step(state, update.nodes, arguments)
         update.add(log, entries)

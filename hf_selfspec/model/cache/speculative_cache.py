@@ -20,7 +20,7 @@ from ..graphs.captures import BufferPool, step_above
 from ..layout import TreeLayout
 from ..transfer import RowNumbers, upload
 from .layers import LayerBuffers, RecurrentLayer, SpeculativeLayer
-from .recurrent_states import StateLog, StateUpdate
+from .timeline import StateLog, StateUpdate, Timeline
 
 # Capacities are multiples of the grain, so that prompts of similar lengths have keys of the same strides.
 _GROWTH, _GRAIN = 1.25, 256
@@ -146,9 +146,8 @@ class SpeculativeCache(Cache, WriteRange):
         self.write_at([0] * batch_size)
         self.pool: BufferPool | None = None  # where the buffers are, where graphs look for them
         self.owner = ""  # whose they are, where caches share a pool
-        self.state_update = StateUpdate(0)
+        self.state_update, self.timeline = StateUpdate(0), Timeline(self)
         self.seeks = 0  # forwards so far
-        self._history = 0
         self.recurrent: list[RecurrentLayer] = []  # the layers with recurrent states, which are those of one row
         # Whether code runs beside the model that the tests do not have: it gets all rows, but no keys and values.
         self.has_unknown_readers = False
@@ -160,12 +159,12 @@ class SpeculativeCache(Cache, WriteRange):
 
     def look_back(self, slots: int) -> None:
         """Keeps recurrent states of the last ``slots`` slots of the text, at least those of generated tokens."""
-        self._history = max(self._history, slots)
+        self.timeline.history = max(self.timeline.history, slots)
 
     def commit(self, roots: Sequence[int]) -> None:
         """Moves the checkpoint of recurrent states, and the end of windows, to these slots, one for each row."""
-        for log in self._logs:
-            log.commit(roots[0], self._history)
+        if self.recurrent:
+            self.timeline.commit(roots[0], self._logs)
         if self.window is not None:
             self.window.roots = RowNumbers.of(roots)
 
@@ -184,7 +183,12 @@ class SpeculativeCache(Cache, WriteRange):
         """Sets where each row's next forward writes its tokens, and makes room there; see :class:`StateUpdate`."""
         self.write_at(cursors)
         if self.recurrent:
-            self.state_update = StateUpdate(self.cursors[0], counts is not None, nodes)
+            update = self.state_update = StateUpdate(self.cursors[0], counts is not None, nodes)
+            end = self.cursors[0] + new_slots
+            if update.is_prompt:  # the states before it are those of the logs
+                self.timeline.restart(end)
+            elif not update.is_scratch:
+                self.timeline.reach(self.cursors[0], end, self._logs)
         self.seeks += 1
         if (needed := self.max_cursor + new_slots) > self.capacity:
             self.capacity = max(needed, int(self.capacity * _GROWTH))
@@ -232,7 +236,8 @@ class SpeculativeCache(Cache, WriteRange):
         """Where the buffers of keys and values are, grown to the capacity and without unknown slots."""
         for buffers in self._buffers:
             buffers.fill(self.capacity)
-        return tuple(buffers.of[0].data_ptr() for buffers in self._buffers)
+        addresses = (buffers.of[0].data_ptr() for buffers in self._buffers)
+        return *addresses, *(address for log in self._logs for address in log.addresses)
 
     @property
     def is_filled(self) -> bool:
@@ -245,16 +250,21 @@ class SpeculativeCache(Cache, WriteRange):
         return [layer for layer in self.layers if layer.is_initialized]
 
     @contextmanager
-    def written_at(self, slots: torch.Tensor, bases: Any = None) -> Iterator[None]:
+    def written_at(
+        self, slots: torch.Tensor, bases: Any = None, count: Any = None, nodes: TreeLayout | None = None
+    ) -> Iterator[None]:
         """Makes forwards write to slots ``[b, s]`` of the buffers as they are, whatever the cursors are; those of
-        windows begin at slots ``bases`` ``[b, 1]``."""
+        windows begin at slots ``bases`` ``[b, 1]``, and recurrent states have ``count`` ``[1]`` entries before them."""
         self.fixed_slots, self.fixed_rows = slots, torch.arange(len(slots), device=slots.device)[:, None]
+        update = self.state_update
         if self.window is not None:
             self.window.fixed_slots = slots - bases
+        if self.recurrent:
+            self.state_update = StateUpdate.of_graph(count, slots.shape[1], nodes, self.timeline.room)
         try:
             yield
         finally:
-            self.fixed_slots = None
+            self.fixed_slots, self.state_update = None, update
             if self.window is not None:
                 self.window.fixed_slots = None
 

@@ -23,6 +23,7 @@ from ...errors import warn_once
 from ..anatomy import Anatomy
 from ..attention.exact import float32_precisions, reduced_precision
 from ..attention.interface import MaskSpec
+from ..cache.recurrent_states import turns
 from ..cache.speculative_cache import SpeculativeCache
 from ..forward_pass import ForwardPass
 from ..kernels.experts import experts_by_size
@@ -107,25 +108,27 @@ class GraphRunner:
         target, given, nodes, window = self.target, step_tokens.given, step_tokens.nodes, self.target.cache.window
         is_whole, (b, s) = target.module_of(run) is target.model, step_tokens.shape
         is_part = nodes is not None and (step_tokens.first_node or nodes.hidden or len(nodes.parents) != b)
+        is_part |= bool(target.cache.recurrent) and step_tokens.starts[0] < target.cache.timeline.root
         size = None if run.calls_functions or is_part else size_for(s, self.graphs.cheap_tokens // b)
         if size is None or self.graphs.refused:
             return target.run_eagerly(step_tokens, run)
         target.cache.seek(step_tokens.starts, size)
         # What the host knows goes to the device in one copy: for each row where its tokens begin, the last position,
-        # where its window begins, the tokens, and their layout.
-        numbers = np.zeros((b, 3 + size + (size * (size + 2) if size > 1 else 0)), np.int64)
+        # where its window begins, how many entries its recurrent states have, the tokens, and their layout.
+        numbers = np.zeros((b, 4 + size + (size * (size + 2) if size > 1 else 0)), np.int64)
         numbers[:, 0], numbers[:, 1] = step_tokens.starts, step_tokens.last
         if window is not None:
             numbers[:, 2] = window.bases
+        numbers[:, 3] = step_tokens.starts[0] - target.cache.timeline.floor
         if size > 1:  # lines are trees, so that one graph serves both
             layout = _line(s, size) if nodes is None else nodes.numbers(size)
-            numbers[:, 3 + size :] = layout.reshape(len(layout), -1)
+            numbers[:, 4 + size :] = layout.reshape(len(layout), -1)
         if isinstance(given, list):
-            numbers[:, 3 : 3 + size] = [row + row[:1] * (size - s) for row in given]
+            numbers[:, 4 : 4 + size] = [row + row[:1] * (size - s) for row in given]
             packed = ready_for(step_tokens.device, numbers)
         else:
             packed = upload(numbers, step_tokens.device)
-            packed[:, 3 : 3 + size] = _filled(given, size)
+            packed[:, 4 : 4 + size] = _filled(given, size)
         inputs = [packed, *([] if run.state is None else [_filled(run.state, size)])]
         told = run.chooses, run.looks
         parts = (is_whole, run.plan, run.start, run.stop, run.capture, size, told, window and window.capacity)
@@ -223,7 +226,7 @@ class GraphRunner:
     def _forward(self, run: ForwardPass, size: int, *inputs: torch.Tensor) -> list[Any]:
         """What the host is told of the logits, these, captured state and exit state, with tensor operations alone."""
         target, cache, values = self.target, self.target.cache, iter(inputs)
-        cursor, last, bases, tokens, layout = next(values).tensor_split((1, 2, 3, 3 + size), dim=1)
+        cursor, last, bases, count, tokens, layout = next(values).tensor_split((1, 2, 3, 4, 4 + size), dim=1)
         tree = TreeLayout.of_packed(layout.unflatten(1, (size, -1))) if layout.shape[1] else None
         run = replace(run, state=None if run.state is None else next(values))
         slots = cursor + torch.arange(tokens.shape[1], device=tokens.device)
@@ -240,7 +243,7 @@ class GraphRunner:
             spec.window.begin_at(bases)
         kwargs = {"position_ids": positions.minimum(last)} if target.anatomy.takes_positions else {}
         leaves = fused_leaves(target.model, target.anatomy.view)
-        with cache.written_at(slots, bases), experts_by_size(target.model), leaves:
+        with cache.written_at(slots, bases, count[0], tree), experts_by_size(target.model), leaves, turns():
             logits = target.run_module(run, spec, input_ids=tokens, **kwargs)
         told: Pending | None = None
         if run.chooses and logits is not None:
@@ -255,9 +258,8 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
     view = anatomy.view
     reasons = {
-        "it has recurrent states, which a graph cannot write by slot": anatomy.is_recurrent,
         "it has indexers, whose keys a graph cannot write by slot": has_indexers,
-        "it builds masks of its own": not (anatomy.tree and anatomy.ragged),
+        "it builds masks of its own": not (anatomy.tree and anatomy.by_slot),
         "the model is compiled already, as a whole; pass the model itself": view.is_compiled,
         "it is spread over several devices": is_spread,
         "its adapters can be switched from call to call; merge them first": view.is_adapted,
