@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from helpers import leaves
-from helpers.architectures import build
+from helpers.architectures import STATEFUL, build
 from helpers.automata import Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
@@ -109,6 +109,8 @@ def measure(
     lengths = [*[(20, 20)] * 3, (105, 12), (20, 16)]  # in 128 slots, in 256, and in 128 again
     if not architecture or threads > 1:  # without graphs, or all in the same call
         lengths = [(20, 20) if architecture else (10, 28)]
+    if architecture in STATEFUL:  # of as many operations
+        del lengths[:2]
     if dtype != "float32":  # which a CPU has no quick kernels for
         del lengths[2:]
     # Rounds before a text is long enough for all that is cached to be there.

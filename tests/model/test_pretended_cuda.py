@@ -43,6 +43,7 @@ DRAFTS = (
 WARM = [
     ("skips", "graphs llama", 3),
     ("fixed", "graphs falcon_h1", 1),
+    ("lookup", "graphs mamba2", 1),
     ("block dflash window", "graphs llama", 3),  # whose block is one graph
     ("block dflash2 window", "graphs llama", 2),
     ("default", "graphs llama", 1, False, 1),

@@ -196,7 +196,7 @@ def test_what_a_config_tells() -> None:
     }.items():
         assert {name for name, one in told.items() if getattr(one, ability)} == names
     graphs = {name for name, one in told.items() if not one.no_graphs}
-    assert graphs == {"llama", "gpt2", "gemma2", "deepseek_v3", "opt", "mixtral"}
+    assert graphs == {"llama", "gpt2", "gemma2", "deepseek_v3", "opt", "mixtral", "qwen3_next", "mamba2"}
     assert told["mamba2"].mlp == 0
     for name, words in (
         ("bloom", "lines: it cannot take a tree mask"),
