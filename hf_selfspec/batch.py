@@ -37,7 +37,8 @@ class Text:
         self._slots_before = RowNumbers([base - 1 for base in self.base])
         self._written = RowNumbers(self.lengths)  # as far as ids are on the device
         self._move_to(self._written)
-        self.device, self.no_ids = self._ids.device, self._ids[:, :0]
+        self.device = self._ids.device
+        self.no_draft: Draft | None = None  # see :meth:`Draft.none`
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
@@ -187,7 +188,9 @@ class Draft:
     @classmethod
     def none(cls, text: Text) -> Draft:
         """A draft without tokens in any row."""
-        return cls(text.no_ids, [0] * text.batch_size, listed=[[] for _ in text.lengths])
+        if text.no_draft is None:
+            text.no_draft = cls(text.ids[:, :0], [0] * text.batch_size, listed=[[] for _ in text.lengths])
+        return text.no_draft
 
     @property
     def size(self) -> int:

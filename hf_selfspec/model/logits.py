@@ -51,21 +51,27 @@ def draw(p: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What :class:`Tops` reads of logits ``[rows, s, v]``, by one pass over the vocabulary."""
-    missing = -values.shape[-1] % PIECE
+    """What :class:`Tops` has of logits ``[rows, s, v]``."""
+    missing, vocabulary = -values.shape[-1] % PIECE, values.shape[-1]
     pieces = (pad(values, (0, missing), value=-torch.inf) if missing else values).unflatten(-1, (-1, PIECE))
     # The largest logits are in the pieces with the largest maxima.
     maxima = pieces.amax(-1)  # [rows, s, n]
     most, chosen = maxima.topk(min(WIDTH, maxima.shape[-1]), dim=-1)
-    candidates = pieces.gather(-2, chosen[..., None].expand(*chosen.shape, PIECE))
-    highest, places = candidates.flatten(-2).topk(min(WIDTH, values.shape[-1]), dim=-1)
-    top = highest[..., :1].float()
-    lifted = (maxima - top).exp_()
-    sampled = slice(None, None, -(-maxima.shape[-1] // _SAMPLED))
-    sample = (pieces[..., sampled, :] - top[..., None]).exp_().sum((-1, -2))
-    sums = (candidates - top[..., None]).exp_().sum(-1)
-    totals = torch.stack([lifted.sum(-1), sample, lifted[..., sampled].sum(-1)], dim=-1)
-    return chosen, places, torch.cat([highest, most, sums, totals], dim=-1)
+    candidates = pieces.gather(-2, chosen[..., None].expand(*chosen.shape, PIECE)).flatten(-2)
+    highest, places = candidates.topk(min(WIDTH, vocabulary), dim=-1)
+    tokens = (chosen.gather(-1, places // PIECE) * PIECE + places % PIECE).clamp_(max=vocabulary - 1)
+    if values.device.type != "cpu":
+        shares = values.softmax(-1, dtype=torch.float32).gather(-1, tokens)
+    else:  # where each exponential counts, most of the sum is estimated
+        top = highest[..., :1].float()
+        lifted, sampled = (maxima - top).exp_(), slice(None, None, -(-maxima.shape[-1] // _SAMPLED))
+        sample = (pieces[..., sampled, :] - top[..., None]).exp_().sum((-1, -2))
+        others = (lifted.sum(-1) - (most - top).exp_().sum(-1)).clamp_(min=0.0) * sample
+        others /= lifted[..., sampled].sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
+        whole = (candidates - top).exp_().sum(-1) + others
+        shares = (highest - top).exp_() / whole[..., None]
+    # Logits that overflow (float16) carry no information.
+    return tokens, shares.nan_to_num_(0.0), highest.float()
 
 
 class Logits:
@@ -111,50 +117,30 @@ class Logits:
 
 
 class Tops:
-    """The likeliest next tokens after each node of the rows that still run, and about their probabilities, read in one
-    transfer to the host."""
+    """The likeliest next tokens after each node of the rows that still run, their probabilities (on a CPU about, since
+    what is learned of them are factors of four) and logits, read in one transfer to the host."""
 
     def __init__(self, logits: Logits) -> None:
         self.rows, self._size, self._vocabulary = logits.rows, logits.size, logits.vocabulary
         self.pending = logits.told or Pending(*likeliest(logits.values))
 
-    @property
-    def _arrays(self) -> list[np.ndarray]:
+    @cached_property
+    def _parts(self) -> list[np.ndarray]:
+        """Tokens, probabilities and logits ``[rows, s, 8]``, the likeliest first; fewer of a small vocabulary."""
         return [array[:, : self._size] for array in self.pending.arrays[-3:]]
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """``[rows, s, 8]``, the likeliest first; fewer of a small vocabulary."""
-        chosen, places, _ = self._arrays
-        tokens = np.take_along_axis(chosen, places // PIECE, -1) * PIECE + places % PIECE
-        return np.minimum(tokens, self._vocabulary - 1)
-
-    @cached_property
-    def shares(self) -> np.ndarray:
-        """The probabilities ``[rows, s, 8]``; what is learned of them are factors of four."""
-        chosen, places, numbers = self._arrays
-        w, n = places.shape[-1], chosen.shape[-1]
-        with np.errstate(invalid="ignore", over="ignore"):
-            shares = np.exp(numbers[..., : w + n] - numbers[..., :1])
-            most, sums = shares[..., w:], numbers[..., w + n : -3]
-            maxima, sample, of_maxima = np.moveaxis(numbers[..., -3:], -1, 0)
-            others = np.maximum(maxima - most.sum(-1), 0.0) * sample / np.maximum(of_maxima, np.finfo(np.float32).tiny)
-            whole = sums.sum(-1) + others
-            # Logits that overflow (float16) carry no information.
-            return np.nan_to_num(shares[..., :w] / whole[..., None], nan=0.0)
 
     def of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens ``[s, 8]`` after a row's nodes, and their probabilities."""
         place = self.rows.index(row)
-        return self.tokens[place], self.shares[place]
+        return self._parts[0][place], self._parts[1][place]
 
     def best(self, num_rows: int) -> tuple[list[list[int]], list[list[float]]] | None:
         """The tokens with the highest logits and these, as :attr:`Logits.best` has them, nothing for rows that have
         ended; ``None`` where there is a NaN, or so many are equal that the first may be missing."""
-        highest = self._arrays[2][..., : self.tokens.shape[-1]]
+        likeliest, _, highest = self._parts
         if not (highest[..., -1] < highest[..., 0]).all():
             return None
-        chosen = np.where(highest == highest[..., :1], self.tokens, self._vocabulary).min(-1).tolist()
+        chosen = np.where(highest == highest[..., :1], likeliest, self._vocabulary).min(-1).tolist()
         tokens = [list[int]() for _ in range(num_rows)]
         for row, of_row in zip(self.rows, chosen, strict=True):
             tokens[row] = of_row

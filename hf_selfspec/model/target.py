@@ -68,7 +68,7 @@ class Target:
     verified: torch.Tensor | None = field(init=False, default=None)  # [b, s, n d] of the last verification
 
     def __post_init__(self) -> None:
-        self.full_plan = LayerPlan(self.anatomy.num_layers)
+        self.full_plan, self.device = LayerPlan(self.anatomy.num_layers), self.model.device
         self.clock = clock_of(self.model, lambda: self.forwards)  # the same in all processes of a model
         self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
         self.cache_name = cache_name(self.model)
@@ -211,7 +211,7 @@ class Target:
         run = ForwardPass(self.full_plan) if run is None else run
         self.forwards += 1
         rows, starts = self.active_rows, RowNumbers.of(cursors)
-        width, device = len(tokens[0]), self.model.device if isinstance(tokens, list) else tokens.device
+        width, device = len(tokens[0]), self.device if isinstance(tokens, list) else tokens.device
         run.is_exact = self.is_exact and counts is None and width <= MOST_TOKENS
         if self.is_exact and counts is None and (behind := self.roots[0] - starts[0]) > 0:
             # Keys and values of the text, which a look back writes again, have to stay as they are.

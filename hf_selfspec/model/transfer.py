@@ -16,6 +16,9 @@ from .forks import cached_property
 # Devices whose events have times, with the interface of ``torch.cuda``.
 TIMED = ("cuda",)
 
+# The types of numbers that the host reads.
+_NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in (torch.int64, torch.float32, torch.bool)}
+
 # Seconds of the host's clock, or an event of a device.
 Moment = Any
 
@@ -105,9 +108,12 @@ def in_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _from_bytes(numbers: torch.Tensor, like: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    pieces = zip(numbers.split([tensor.nbytes for tensor in like]), like, strict=True)
-    # A number starts at a multiple of its size.
-    return [piece.clone().view(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
+    array, end, pieces = numbers.numpy(), 0, list[np.ndarray]()
+    for tensor in like:
+        begin, end = end, end + tensor.nbytes
+        # A number starts at a multiple of its size.
+        pieces.append(array[begin:end].copy().view(_NUMPY[tensor.dtype]).reshape(tensor.shape))
+    return pieces
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:

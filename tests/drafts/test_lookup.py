@@ -104,6 +104,18 @@ def test_a_continuation_repeats_where_the_text_ends() -> None:
     assert (tree.tokens, tree.parents) == ((7, 8, 9, 7, 8, 9, 7, 8, 9, 7), tuple(range(10)))
 
 
+def test_long_matches_are_followed_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this text as in earlier ones, and into what is drafted itself."""
+    text, looks, match, knowledge = list(range(60)), list[int](), SuffixIndex.match, LookupFindings()
+    monkeypatch.setattr(SuffixIndex, "match", lambda *given: looks.append(0) or match(*given))
+    knowledge.add_texts([text])
+    rows = row_of([*text, *text[:20]]), row_of(text[:20], knowledge), row_of([7, 8] * 9)
+    for row, expected in zip(rows, (text[20:], text[20:], [7, 8] * 20), strict=True):
+        looks.clear()
+        assert list(grow(row, FREE, 1.0, 31).tokens) == expected[:31]
+        assert len(looks) == 2  # after one place, in this text and in others
+
+
 def test_successors_of_the_pair_come_before_those_of_the_token() -> None:
     """The oldest pairs leave."""
     pairs = Successors(10)

@@ -138,7 +138,8 @@ class Replay:
     def _text(self) -> Any:
         tokens = [[*s.prompt, *s.new[:done]] for s, done in zip(self.streams, self.done, strict=True)]
         lengths = [len(row) for row in tokens]
-        return SimpleNamespace(batch_size=len(tokens), lengths=lengths, base=[0] * len(tokens), ids=_Ids(tokens))
+        base = [0] * len(tokens)
+        return SimpleNamespace(batch_size=len(tokens), lengths=lengths, base=base, ids=_Ids(tokens), no_draft=None)
 
     def _drafter(self) -> ControlledDrafter:
         session: Any = SimpleNamespace(

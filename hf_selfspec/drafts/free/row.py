@@ -7,7 +7,7 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 # What was offered at one place: the token, the kind of evidence for it, its probability there.
 Offer = tuple[int, int, float]
+
+
+class Run(NamedTuple):
+    """A long match: the text that it is in, how many tokens are the same, and where, and how likely, that goes on."""
+
+    tokens: list[int]
+    length: int
+    position: int
+    key: int
+    step: int  # what the next class of lengths adds to the key
+
 
 # The weight of a first guess in observations, and the number of observations that are remembered.
 _PRIOR, _MEMORY = 8.0, 200.0
@@ -61,6 +72,9 @@ _OF_SUCCESSOR = (
 # The fewest tokens that have to be the same for a match to be told apart from chance without successors, and in earlier
 # texts.
 _SURE, _SHORTEST_STORED = 3, 4
+# Matches of so many tokens are followed without a look at what else might come: with the rates above, each of the next
+# 31 tokens is likelier than any other continuation of those before it.
+_LONG = 8
 # The sum of all probabilities and a little more, so that something remains when all known ones are subtracted.
 _WHOLE = 1.001
 # Tokens that are taken to have been right as often as expected before a text has shown any, and the weight of earlier
@@ -155,6 +169,20 @@ class LookupRow:
         self._number = findings.next_text()
         self._expected = self._accepted = 0.0
         self._predicted: list[Offer] = []
+        self.run: Run | None = None  # the match that was offered first, if that is a long one
+
+    def follow_run(self, run: Run, path: Sequence[int]) -> tuple[list[Offer], Run | None]:
+        """What a long match offers next, whose last token is the last one of ``path`` after the text."""
+        position, length = run.position + 1, min(run.length + 1, LONGEST_MATCH)
+        ahead, token = position - len(run.tokens), SEPARATOR
+        if ahead < 0:
+            token = run.tokens[position]
+        elif run.tokens is self.text.tokens:  # this text goes on with the path
+            token = path[ahead]
+        if token == SEPARATOR:
+            return [], None
+        key = run.key + run.step * (_CLASSES[length] - _CLASSES[run.length])
+        return [(token, key, self._rates.rates[key])], Run(run.tokens, length, position, key, run.step)
 
     @property
     def acceptance_ratio(self) -> float:
@@ -209,7 +237,10 @@ class LookupRow:
             stored = token, store_key(in_store.length, view_of(share), is_longer), share or 0.0
             others = [match for match in matches if match[0] != token]
             # The longer match comes first.
-            return [stored, *others] if is_longer else [*matches, stored] if others else matches
+            matches = [stored, *others] if is_longer else [*matches, stored] if others else matches
+        match, tokens, step = (in_store, store.tokens, 8) if is_longer else (in_text, text.tokens, 12)
+        is_long = match is not None and match.length >= _LONG
+        self.run = Run(tokens, match.length, match.position, matches[0][1], step) if match and is_long else None
         return matches
 
     def likelihood(self) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 
 from ..grammar.rows import DraftCursor
-from .row import LookupRow, Offer
+from .row import LookupRow, Offer, Run
 from .suffix import LONGEST_MATCH, SEPARATOR
 
 # Nodes that are reached less often are never drafted.
@@ -128,8 +128,9 @@ class _Growth:
         self.tokens, self.parents, self.reach = [SEPARATOR], [-1], [1.0]
         self.offers: dict[int, list[Offer]] = {}
         self.paths: list[list[int]] = [[]]
+        self.runs: dict[int, tuple[int, Run]] = {}  # of nodes the token that a long match offers next
         if deepest:
-            self.expand(0)
+            self.expand(0, None)
 
     def take_likeliest(self) -> None:
         reach, _, parent, token = heappop(self.heap)
@@ -139,10 +140,11 @@ class _Growth:
         self.reach.append(-reach)
         self.paths.append(path)
         if len(path) < self.deepest:
-            self.expand(len(self.tokens) - 1)
+            offered, run = self.runs.get(parent, (None, None))
+            self.expand(len(self.tokens) - 1, run if offered == token else None)
 
-    def expand(self, node: int) -> None:
-        """Adds the tokens that can follow ``node`` to the heap."""
+    def expand(self, node: int, run: Run | None) -> None:
+        """Adds the tokens that can follow ``node`` to the heap; it is a token of a ``run``, if that is given."""
         reach, path = self.reach[node], self.paths[node]
         likely = None if self.guide is None else self.guide.likely(path)
         if likely is not None and likely[1] == 1.0:
@@ -150,8 +152,13 @@ class _Growth:
         offers: list[Offer] = []
         if self.row is not None:
             reach *= 1.0 if node else self.row.acceptance_ratio
-            tail = (self.text_tail + path)[-LONGEST_MATCH:]
-            offers = self.allowed(path, self.row.offers(tail, LEAST_REACH / max(reach, LEAST_REACH)))
+            offers, run = ([], None) if run is None else self.row.follow_run(run, path)
+            if not offers:
+                tail = (self.text_tail + path)[-LONGEST_MATCH:]
+                offers = self.allowed(path, self.row.offers(tail, LEAST_REACH / max(reach, LEAST_REACH)))
+                run = self.row.run
+            if run is not None and self.guide is None:
+                self.runs[node] = offers[0][0], run
             self.offers[node] = offers
         if likely is not None:
             offers = _with_likely(offers, *likely)

@@ -25,6 +25,7 @@ from ..attention.exact import float32_precisions, reduced_precision
 from ..attention.interface import MaskSpec
 from ..cache.recurrent_states import turns
 from ..cache.speculative_cache import SpeculativeCache
+from ..forks import cached_property
 from ..forward_pass import ForwardPass
 from ..kernels.experts import experts_by_size
 from ..kernels.leaves import fused_leaves
@@ -70,6 +71,13 @@ class GraphRunner:
             return
         if not (graphs := graphs_of(model)).refused:
             target.graphs = cls(target, graphs, compares)
+
+    @cached_property
+    def _modes(self) -> Hashable:
+        """The modes around the call that operations depend on."""
+        device, deterministic = self.target.device, torch.are_deterministic_algorithms_enabled()
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), deterministic, torch.get_default_dtype()
+        return device, autocast_on(device), modes, tuple(float32_precisions().values())
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -167,9 +175,16 @@ class GraphRunner:
     ) -> Outcome:
         """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
         where ``cache`` has its buffers; those of the model's own code, ``eager``, where there is no graph."""
-        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.target.model.device
-        modes = _modes(device), self.target.autocast, device
-        key: Hashable = (*parts, *modes, shapes, cache.capacity, len(cache.written), cache.addresses())
+        shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.target.device
+        key: Hashable = (
+            *parts,
+            self._modes,
+            self.target.autocast,
+            shapes,
+            cache.capacity,
+            len(cache.written),
+            cache.addresses(),
+        )
         assert cache.pool is not None
         if (graph := self.graphs.find(key, cache.pool, device)) is None:
             return eager()
@@ -273,12 +288,6 @@ def _apart(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     values, expected = values.float(), expected.float()
     parts = (torch.where(expected.abs() < _LARGEST, part, 0.0).norm() for part in (values - expected, expected))
     return next(parts).nan_to_num(math.inf) / next(parts).clamp(min=1e-30)
-
-
-def _modes(device: torch.device) -> Hashable:
-    """The modes around a call that operations depend on."""
-    modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    return autocast_on(device), modes, torch.get_default_dtype(), tuple(float32_precisions().values())
 
 
 @lru_cache
