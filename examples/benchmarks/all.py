@@ -1,4 +1,4 @@
-"""Makes the figures of RESULTS again: runs the commands in ``results``, and writes tables and pictures from them.
+r"""Makes the figures of RESULTS again: runs the commands in ``results``, and writes tables and pictures from them.
 
     python examples/benchmarks/all.py --model SMOLLM2 --data FOLDER [--twin TWIN] [NAME ...]
 
@@ -6,7 +6,12 @@
 gsm8k_train.jsonl, spec_bench.jsonl, wikitext2_valid.txt), ``TWIN`` is the demo model trained without exits
 (``train_demo_model.py --plain``). Names are those of files in ``results``, which may end with ``*``; without any, all
 are run that need no more than this, which takes hours. A file whose day is ``--since`` or later is left as it is, so
-that a run that was stopped goes on. Pictures need matplotlib (``pip install -e ".[plot]"``).
+that a run that was stopped goes on. A row of another machine, such as one with a GPU, is a new file::
+
+    all.py ... speed-gpu --command "hf-selfspec bench --model SMOLLM2 --data seven.jsonl --prompts 20 \
+        --max-new-tokens 64 --device cuda --dtype bfloat16 --methods selfspec,prompt-lookup,static-compiled"
+
+Pictures need matplotlib (``pip install -e ".[plot]"``).
 """
 
 from __future__ import annotations
@@ -72,6 +77,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the files of the suites")
     parser.add_argument("--twin", type=Path, help="the demo model trained without exits")
     parser.add_argument("--since", default=date.today().isoformat(), help="a day, YYYY-MM-DD (today by default)")
+    parser.add_argument("--command", help="the command of a new file, whose NAME is given")
     args = parser.parse_args()
     places = {path.name: str(path.absolute()) for path in args.data.iterdir()}
     places |= {"SMOLLM2": str(args.model.absolute())} | ({"TWIN": str(args.twin.absolute())} if args.twin else {})
@@ -82,10 +88,11 @@ def main() -> None:
             places[name] = str(Path(folder, name))
             with open(places[name], "w", encoding="utf-8") as file:
                 subprocess.run(words, stdout=file, check=True)
-        for path in sorted(tables.RESULTS.glob("*.json")):
-            before = tables.read(path.stem)
+        new = {tables.RESULTS / f"{args.names[0]}.json": {"command": args.command, "day": ""}} if args.command else {}
+        for path in new or sorted(tables.RESULTS.glob("*.json")):
+            before = new.get(path) or tables.read(path.stem)
             command = before.get("again", before["command"])  # where the next run is to be another
-            needed = {"TWIN", "answers.jsonl", "adapter,heads"} & set(shlex.split(command)) - set(places)
+            needed = {word for word in ("TWIN", "answers.jsonl", "adapter,heads") if word in command} - set(places)
             needed |= {"a GPU"} if "cuda" in command and not torch.cuda.is_available() else set()
             if needed or before["day"] >= args.since or not any(fnmatch(path.stem, name) for name in args.names):
                 continue

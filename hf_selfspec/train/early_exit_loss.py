@@ -63,7 +63,7 @@ def even(layer: int, num_layers: int, e_scale: float) -> float:
     """Returns ``e_scale`` for each exit before the last and 1 for the last.
 
     The paper's ``e(l)`` gives the exits in the first third of the layers a few per cent of the loss, and drafts from
-    them were then hardly faster than plain ``generate`` (examples/RESULTS.md, what did not pay).
+    them were then hardly faster than plain ``generate`` (the demo model).
     """
     return e_scale if layer < num_layers - 1 else 1.0
 

@@ -32,7 +32,7 @@ _PIECE = 2**20
 # and six turns SmolLM2 agrees with itself less (0.730 of 8,192 tokens of WikiText-2 for 0.740, weights dithered as in
 # RESULTS), with 1.0, 0.9 and 0.8 no more (0.739).
 _CLIPS, _TURNS = (1.0, 0.85), 3
-# Values of a row with one scale, which kernels take from 32 on; see RESULTS for 64.
+# Values of a row with one scale, which kernels take from 32 on; with 64 SmolLM2 agreed with itself in 0.842 for 0.874.
 GROUP_SIZE = 32
 # The smallest share of the numbers in layers that is packed: with less, drafts are hardly faster than the model.
 _LEAST = 0.5
