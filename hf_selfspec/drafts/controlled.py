@@ -96,10 +96,10 @@ class ControlledDrafter(Drafter):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         self.free.read(text)
-        controller, target, rows = self.controller, self._session.target, sum(count > 0 for count in max_new)
+        controller, target = self.controller, self._session.target
         self._begun, self._unrepresentative = self._now(), target.unrepresentative_forwards
         self._lengths, active = list(text.lengths), target.active_rows
-        controller.begin(rows, text.batch_size if active is None else len(active.kept), max(text.lengths))
+        controller.begin(max_new, text.batch_size if active is None else len(active.kept), max(text.lengths))
         for name, drafter in self.others.items():
             if drafter.variant != self._variants[name]:
                 controller.begin_anew(name)
@@ -110,11 +110,11 @@ class ControlledDrafter(Drafter):
         if self._free_takes_part or constraint:
             trees = self.free.plan(text, max_new, self._free_takes_part)
         size = max(map(len, trees), default=0)
-        drafting = [tree for tree, count in zip(trees, max_new, strict=True) if count] if trees else []
+        drafting = [pair for pair in zip(trees, controller.worth, strict=False) if pair[1]]
         is_free = self._free_takes_part or size > 0
-        free = controller.expected(size, sum(tree.expected for tree in drafting)) if is_free else 0.0
+        free = controller.expected(size, sum(worth * tree.expected for tree, worth in drafting)) if is_free else 0.0
         # Where a grammar forces tokens in all rows, no other source is asked; else a draft is for the other rows, too.
-        if self._free_takes_part or not size or not all(map(len, drafting)):
+        if self._free_takes_part or not size or not all(len(tree) for tree, _ in drafting):
             promised = {name: drafter.expected_speedup for name, drafter in self.others.items()}
             other = self._always or controller.choose(promised, free)
             if other is not None:
@@ -143,7 +143,8 @@ class ControlledDrafter(Drafter):
         return self._tops
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
-        new = sum(text.lengths) - sum(self._lengths)
+        grown = zip(self.controller.worth, text.lengths, self._lengths, strict=True)
+        new = sum(worth * (after - before) for worth, after, before in grown)
         self.free.learn(text, verdicts, self._tops)
         seconds = self._now() - self._begun
         is_usual = self._session.target.unrepresentative_forwards == self._unrepresentative

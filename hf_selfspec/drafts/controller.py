@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ _PRICE, _LEAST_LOST = 0.006, 0.02
 # Contexts of up to 1,024, 4,096, 16,384, ... slots share a curve, and so do batches of more than eight rows that differ
 # by an eighth. The last one is the maximum number of curves.
 _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
+# A row that is this share of the most tokens that are left, but at least so many tokens, ahead of the last one is e
+# times less likely to be the last to end.
+_AHEAD, _LEAST_AHEAD = 0.05, 1.0
 # The sums of :class:`ArmStats`, in which older rounds count less.
 _SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 
@@ -39,7 +42,7 @@ class ArmStats:
 
     rounds: int = 0  # in which it drafted, since they were doubted last
     weight: float = 0.0  # number of rounds in the sums, in which older ones count less
-    gained: float = 0.0  # tokens of a row
+    gained: float = 0.0  # tokens of a row, by what they are worth
     most: float = 0.0  # tokens of a row if all of them were right
     spent: float = 0.0  # times, in plain rounds
     accepted: float = 0.0  # of its tokens
@@ -140,13 +143,22 @@ class Controller:
         self.curve = CostCurve(**self._settings)  # until the first round
         self._curves, self._machine, self._is_frozen = curves, machine, bool(settings.get("is_frozen"))
         self.arms, self._rows, self._lock = arms, 0, curves.lock
+        self.worth: list[float] = []
         with self._lock:
             self.arms[FREE].doubt()  # another text, which free drafts may or may not foretell
 
-    def begin(self, rows: int, running: int, context: int) -> None:
-        """Begins a round: rows that may draft, rows that forwards run over, tokens of the longest text."""
-        self._rows = rows
+    def begin(self, max_new: Sequence[int], running: int, context: int) -> None:
+        """Begins a round: tokens that each row may draft, rows that forwards run over, tokens of the longest text.
+
+        A batch takes as long as its last row. So ``worth``, what a token of each row counts (one in the mean over those
+        that may draft), is shared evenly but for what the last one costs alone."""
+        self._rows = rows = sum(count > 0 for count in max_new)
         self.curve = self._curves.curve(self._machine, running, context, **self._settings)
+        most, alone = max(max_new), self.curve.alone if rows > 1 else 0.0
+        ahead = max(_AHEAD * most, _LEAST_AHEAD)
+        chances = [math.exp((count - most) / ahead) if count else 0.0 for count in max_new]
+        last = alone * rows / max(sum(chances), 1.0)
+        self.worth = [last * chance + 1.0 - alone if chance else 0.0 for chance in chances]
 
     def speedup(self, name: str, promised: float | None = None) -> float:
         """Expected speed-up of a source over plain rounds; ``promised`` is its own estimate, 0 for no draft."""
@@ -159,7 +171,8 @@ class Controller:
             return 0.0 if self.curve.wants_plain else self.arms[name].speedup(promised)
 
     def expected(self, nodes: int, tokens: float) -> float:
-        """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows."""
+        """The speed-up of a round that verifies ``nodes`` drafted tokens and brings ``tokens`` over all rows,
+        by what they are worth."""
         return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
 
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
@@ -171,10 +184,10 @@ class Controller:
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
     def record(
-        self, name: str | None, nodes: int, tokens: int, seconds: float, accepted: int = 0, drafted: int = 0
+        self, name: str | None, nodes: int, tokens: float, seconds: float, accepted: int = 0, drafted: int = 0
     ) -> None:
         """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
-        rows gain ``tokens``."""
+        rows gain ``tokens``, by what they are worth."""
         with self._lock:
             if not self._rows:
                 return

@@ -35,14 +35,15 @@ class CostCurve:
     Attributes:
         costs: seconds of a round of free drafts with 0, 1, 2, ... drafted tokens, their own work included.
         plain: seconds of a round in which nothing is done but to generate, which takes no longer than an empty draft.
+        alone: what one of the rows would cost without the others, as a share of a round of all.
     """
 
     def __init__(self, on_cpu: bool, rows: int = 1, is_frozen: bool = False, priced: Priced | None = None) -> None:
         doubled, each = _ON_CPU if on_cpu else _ELSEWHERE
         self._rows, self._priced = rows, priced
-        counts = [rows * (size + 1) for size in SIZES]
-        self._forwards = [1.0 + doubled * math.log2(count) + each * (count - 1) for count in counts]
-        self._is_frozen = is_frozen
+        counts = [1, *(rows * (size + 1) for size in SIZES)]
+        one, *self._forwards = [1.0 + doubled * math.log2(count) + each * (count - 1) for count in counts]
+        self._is_frozen, self.alone = is_frozen, one / self._forwards[0]
         self._times: list[deque[float]] = [deque(maxlen=_KEPT) for _ in SIZES]
         self._plain: deque[float] = deque(maxlen=_KEPT)
         self._rounds, self._last = [0] * len(SIZES), [0] * len(SIZES)  # of each size; the number of its last round
@@ -64,7 +65,7 @@ class CostCurve:
         """Present speed of decoding in tokens per second, all rows; at least one token for each plain round."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / self.plain)
 
-    def add_plain(self, tokens: int, seconds: float) -> None:
+    def add_plain(self, tokens: float, seconds: float) -> None:
         """Records a round in which nothing was done but to generate ``tokens`` tokens."""
         if seconds > 0 and not self._is_frozen:
             if self._rounds[0]:
@@ -76,10 +77,11 @@ class CostCurve:
                     one, plain = added(self._rows), _lower_quartile(self._plain)
                     more = [(added(self._rows * (size + 1)) - one) / plain for size in SIZES]
                     self._forwards = [1.0 + max(seconds, 0.0) for seconds in more]
+                    self.alone = min(max(1.0 - one / plain, 0.0), 1.0)
                 self._refresh(with_costs=len(self._plain) <= _PLAIN)
             self._rounds[0] += 1  # the first round selects and warms up kernels
 
-    def add(self, drafted: int, tokens: int, seconds: float) -> None:
+    def add(self, drafted: int, tokens: float, seconds: float) -> None:
         if self._is_frozen:
             return self.see(tokens, self.costs[min(drafted, SIZES[-1])])
         if seconds <= 0:
@@ -103,7 +105,7 @@ class CostCurve:
                     self._last[other] = self._total
         self._refresh(with_costs=is_due)
 
-    def see(self, tokens: int, seconds: float) -> None:
+    def see(self, tokens: float, seconds: float) -> None:
         self._since_plain += 1
         self._tokens = self._tokens * _MEMORY + tokens
         self._seconds = self._seconds * _MEMORY + seconds

@@ -125,7 +125,7 @@ def test_threads_record_rounds_one_after_the_other(monkeypatch: pytest.MonkeyPat
     found, threads, add, arms = Curves(), list[Thread](), ArmStats.add, Arms(ArmStats)
     first, *others = controllers = [Controller(of, found, "cpu", True) for of in (arms, arms, Arms(ArmStats))]
     for controller in controllers:
-        controller.begin(1, 1, 100)
+        controller.begin([1], 1, 100)
     fed(first.curve, {0: 0.02}, 8)
     assert all(other.curve is first.curve for other in others)
     arms = [controller.arms["source"] for controller in controllers]

@@ -211,6 +211,13 @@ def test_batches_after_single_rows(table: str) -> None:
     assert replay.play([one]) >= 0.98
 
 
+@pytest.mark.parametrize(("table", "rows"), [("Xeon", 4), ("flat", 8)])
+def test_a_batch_takes_as_long_as_its_last_row(table: str, rows: int) -> None:
+    """What the other rows gain is worth little where it makes each round longer."""
+    streams = [stream("mixed" if seed else "nothing repeats", 96, seed) for seed in range(rows)]
+    assert Replay(table).play(streams) >= 0.98
+
+
 @pytest.mark.parametrize("count", [30, 47, 60])
 @pytest.mark.parametrize("table", ["EPYC", "Xeon", "bfloat16"])
 def test_short_calls_end_as_fast_as_they_go(table: str, count: int) -> None:

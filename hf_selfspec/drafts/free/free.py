@@ -46,13 +46,14 @@ class FreeDrafts:
     def promise(self, max_new: list[int]) -> float:
         """The expected speed-up of drafts of what followed the last tokens before; nothing else is looked for."""
         with self._lock:
-            likelihoods = [row.likelihood() for row, count in zip(self._rows, max_new, strict=True) if count]
-        likely = [min(share, _SUREST) for share in likelihoods if share]
+            likelihoods = [row.likelihood() if count else 0.0 for row, count in zip(self._rows, max_new, strict=True)]
+        worths = self.controller.worth
+        likely = [(min(share, _SUREST), worth) for share, worth in zip(likelihoods, worths, strict=True) if share]
         if not likely:
             return 0.0
         # Of a line each token is as likely as the first one where all before it are right.
         return max(
-            self.controller.expected(size, len(likelihoods) + sum(p * (1 - p**size) / (1 - p) for p in likely))
+            self.controller.expected(size, sum(worths) + sum(w * p * (1 - p**size) / (1 - p) for p, w in likely))
             for size in SIZES[1:-1]
         )
 
@@ -72,7 +73,8 @@ class FreeDrafts:
                     free = self._rows[row] if takes_part else None
                     deepest = min(count, session.max_draft) if takes_part else count
                     guide = constraint.at(text, row) if constraint else None
-                    trees[row] = grow(free, costs, pace / rows, deepest, branching, guide)
+                    price = pace / rows / self.controller.worth[row]
+                    trees[row] = grow(free, costs, price, deepest, branching, guide)
         most = min(self._together(trees, pace) if rows > 1 else self._max_nodes, self._max_nodes)
         return [tree.first(most) for tree in trees]
 
@@ -80,11 +82,11 @@ class FreeDrafts:
         """How many nodes per row pay where all rows are verified together, as wide as the largest tree."""
         costs, most = self.controller.curve.costs, max(map(len, trees))
         gains = [0.0] * (most + 1)
-        for tree in trees:
+        for tree, worth in zip(trees, self.controller.worth, strict=True):
             for size, reach in enumerate(accumulate(tree.reach), start=1):
-                gains[size] += reach
+                gains[size] += worth * reach
             for size in range(len(tree) + 1, most + 1):
-                gains[size] += sum(tree.reach)
+                gains[size] += worth * sum(tree.reach)
         return max(range(most + 1), key=lambda size: gains[size] - pace * costs[size])
 
     def draft(self, text: Text, trees: list[TokenTree]) -> Draft:
