@@ -179,7 +179,7 @@ def test_wrong_first_prices_are_found(table: str, kind: str) -> None:
         replay.play(streams)
         tokens, seconds = replay.timeline[20]
         speeds.append((replay.timeline[-1][0] - tokens) / (replay.timeline[-1][1] - seconds))
-    assert speeds[0] >= 0.97 * speeds[1]
+    assert speeds[0] >= 0.95 * speeds[1]
 
 
 @pytest.mark.every_run("EPYC-2-free drafts|flat-3-layers")
