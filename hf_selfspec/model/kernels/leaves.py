@@ -76,7 +76,8 @@ def _mlp(module: nn.Module, kernels: Any) -> Forward:
     def multiplied(gated: torch.Tensor, other: torch.Tensor) -> Any:
         return activation(gated) * other
 
-    product = _leaf((module, activation), multiplied, kernels.activate, (True, False))
+    is_silu = type(activation).__name__.startswith("SiLU")
+    product = _leaf((module, activation), multiplied, kernels.activate, (is_silu,))
     return _leaf(module, module.forward, lambda _, x: down(product(gate(x), up(x))), (True,))
 
 
