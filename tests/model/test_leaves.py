@@ -20,7 +20,7 @@ def test_kernels_round_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_kernels_compile_for_a_device() -> None:
-    """As they are launched: one for all numbers of tokens and kinds of norms, which rounds no product and sum at once."""
+    """As launched: one for all numbers of tokens and kinds of norms, which rounds no product and sum in one."""
     kernels = found("compile").values()
     assert {name for name, _ in kernels} == {"_norm", "_rotate", "_activate"}
     assert len(kernels) == 3 * (1 + 2 + 2)
