@@ -102,7 +102,7 @@ def only_warned(what: str, undo: Callable[[], object] = bool) -> Iterator[None]:
         yield
     except Exception as error:  # whatever it is, the text is complete
         undo()
-        warn_once(f"{what} has failed, which the text does not need: {brief(repr(error))}", ignore_numbers=True)
+        warn_once(f"{what} has failed, which does not change the text: {brief(repr(error))}", ignore_numbers=True)
 
 
 @contextmanager

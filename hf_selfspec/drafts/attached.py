@@ -76,7 +76,7 @@ def describe_head(path: str) -> str:
     layer = config.get("transformer_layer_config") or config.get("text_config") or config
     counts = [place.get(name) for place in (config, layer) for name in (*COUNTS, "mtp_num_hidden_layers")]
     if not (count := next(filter(None, counts), 0)):
-        raise SettingError(f"{path} holds no head: its config.json is that of none that is known.")
+        raise SettingError(f"{path} holds no head: its config.json is that of no known kind of head.")
     made_for = verifier_of(config) or f"the {config.get('model_type')} that it ships with"
     sizes = count, layer.get("hidden_size", 0), (), 0, layer.get("vocab_size", 0)
     return ", ".join([MtpHead.kind, *told(*sizes), f"made for {made_for}"])

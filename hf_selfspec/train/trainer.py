@@ -125,7 +125,7 @@ class TrainingLoop:
             UnsupportedModelError: the step has trained nothing but the last layer.
         """
         if self._step >= self._steps:
-            raise SettingError(f"training(steps={self._steps}) has taken all of its steps: give their number.")
+            raise SettingError(f"training(steps={self._steps}) has taken all of its steps: give more.")
         for run in self._runs:
             run.begin_step(self._step, self._steps)
         yield

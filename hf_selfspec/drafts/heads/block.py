@@ -56,7 +56,7 @@ class Block(FittedSource[BlockHead]):
         if not is_plain or not (has_head or head.lm_head is not None):
             raise UnsupportedModelError(
                 f"{session.anatomy.model_name} has no plain embedding in this process's memory (quantised, offloaded, "
-                "spread over processes?) or no output head, which block heads need. Take another draft."
+                "spread over processes?) or no output head, which block heads need. Use another draft."
             )
         session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
         return BlockDraft(session, head)
