@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -140,9 +140,9 @@ def device_mesh(model: PreTrainedModel) -> Any:
     return model._device_mesh
 
 
-def has_peft_layers(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
-    """Returns whether adapters were added to a model with these modules, by PEFT or by transformers."""
-    return getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, ADAPTED) for part in modules)
+def keeps_weights(hook: Any) -> bool:
+    """Returns whether a hook is accelerate's of a module whose weights stay on their device; it moves inputs alone."""
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
 def is_cast_by_accelerate(model: PreTrainedModel) -> bool:

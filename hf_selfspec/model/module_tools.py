@@ -22,7 +22,6 @@ from .internals import (
     ADAPTED,
     ADAPTER_SETTINGS,
     device_mesh,
-    has_peft_layers,
     tensor_parallel_size,
 )
 
@@ -193,10 +192,11 @@ class ModelView:
         """The hooks around forwards of single modules, each with its module."""
         return list(hooks_of(self.modules))
 
-    def has_hooks(self, but_of: Collection[str]) -> bool:
-        """Returns whether hooks, other than those of some libraries, see or change what goes through the modules."""
+    def has_hooks(self, but_of: Collection[str], but: Callable[[Any], bool] = lambda hook: False) -> bool:
+        """Returns whether hooks, other than those of some libraries and ``but`` others, see or change what goes through
+        the modules."""
         return nn.modules.module._has_any_global_hook() or any(
-            not set(but_of).issuperset(libraries_of(hook)) for _, hook in self.hooks
+            not (but(hook) or set(but_of).issuperset(libraries_of(hook))) for _, hook in self.hooks
         )
 
     @cached_property
@@ -204,11 +204,6 @@ class ModelView:
         """Whether the model, or a module in it, runs as a compiled graph."""
         is_whole = hasattr(self.model.forward, "_torchdynamo_orig_callable")
         return is_whole or any(module._compiled_call_impl is not None for module in self.modules)
-
-    @cached_property
-    def is_adapted(self) -> bool:
-        """Whether adapters were added, by PEFT or by transformers."""
-        return has_peft_layers(self.model, self.modules)
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from peft import IA3Config, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -165,7 +166,8 @@ def test_hooks_run() -> None:
     made = len(Traced.made)
     assert made
     handle = model.model.layers[1].register_forward_hook(lambda module, args, output: output * strength[0])
-    same_ids(model, spec)
+    with pytest.warns(UserWarning, match="without graphs on a GPU, .* since its modules have hooks"):
+        same_ids(model, spec)
     strength[0] = -1.0
     same_ids(model, spec, is_mixed=False)
     handle.remove()
@@ -181,10 +183,41 @@ def test_adapters_can_be_switched_off() -> None:
     for name, values in model.named_parameters():
         if "ia3" in name:
             values.data = -torch.ones_like(values)
-    same_ids(model, spec, is_mixed=False)
-    with model.disable_adapter():
-        same_ids(model, spec)
-    assert not Traced.made
+    made = list[int]()
+    for _ in range(2):
+        same_ids(model, spec, is_mixed=False)
+        with model.disable_adapter():
+            same_ids(model, spec)
+        made.append(len(Traced.made))
+    assert 0 < made[0] == made[1]
+
+
+# What is around a model, and why it then has no graphs.
+AROUND: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "compiled": (lambda model: model.model.layers[1].compile(backend="eager"), ""),
+    "one device": (lambda model: add_hook_to_module(model.model.layers[1], AlignDevicesHook("cpu")), ""),
+    "quantized": (lambda model: setattr(model, "hf_quantizer", SimpleNamespace(is_compileable=True)), ""),
+    "other kernels": (
+        lambda model: setattr(model, "hf_quantizer", SimpleNamespace(is_compileable=False)),
+        "does not say that it can be compiled",
+    ),
+    "other hook": (lambda model: add_hook_to_module(model.model.layers[1], ModelHook()), "its modules have hooks"),
+    "spread": (lambda model: setattr(model, "hf_device_map", {"model": 0, "lm_head": 1}), "over several devices"),
+}
+
+
+@pytest.mark.parametrize("case", AROUND)
+@torch._dynamo.config.patch(error_on_nested_fx_trace=False)  # of `Traced`, which is no capture
+def test_what_is_around_a_model(case: str) -> None:
+    model, spec, (change, why) = few_layers(), specs()["exit"], AROUND[case]
+    change(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            same_ids(model, spec)
+    messages = [str(warning.message) for warning in told]
+    assert [why in message for message in messages if "without graphs" in message] == [True] * bool(why), messages
+    assert bool(Traced.made) == (not why)
 
 
 # What changes a norm, of whose modules graphs hold the values.

@@ -137,7 +137,8 @@ def test_all_that_is_captured() -> None:
 def test_threads_have_graphs_of_their_own_and_other_models_none(measures: dict[tuple[Any, ...], Any]) -> None:
     for case in (THREADS, EAGER):
         assert bool(measures[case]["graphs"]) == (case == THREADS), case
-        assert not measures[case]["warnings"], case
+        told = ["since it builds masks of its own" in message for message in measures[case]["warnings"]]
+        assert told == [True] * (case == EAGER), case
 
 
 class Transfers(TorchFunctionMode):

@@ -27,6 +27,7 @@ from ..cache.recurrent_states import turns
 from ..cache.speculative_cache import SpeculativeCache
 from ..forks import cached_property
 from ..forward_pass import ForwardPass
+from ..internals import keeps_weights
 from ..kernels.experts import experts_by_size
 from ..kernels.leaves import fused_leaves
 from ..layout import StepTokens, TreeLayout
@@ -67,7 +68,13 @@ class GraphRunner:
     def install(cls, target: Target, device: torch.device, compares: bool) -> None:
         """Makes forwards of a generation over a few tokens of ``device`` graphs, if they can be."""
         model, is_text = target.model, target.takes_any_rows and target.following.offsets is None
-        if {device.type, model.device.type} != DEVICES or not is_text or why_no_graphs(model, target.anatomy):
+        if {device.type, model.device.type} != DEVICES or not is_text:
+            return
+        if why := why_no_graphs(model, target.anatomy):
+            warn_once(
+                f"{type(model).__name__} runs without graphs on a GPU, which takes several times as long, since {why}. "
+                "The output is the same. SelfSpec(graphs=False) leaves this message out."
+            )
             return
         if not (graphs := graphs_of(model)).refused:
             target.graphs = cls(target, graphs, compares)
@@ -271,14 +278,17 @@ def why_no_graphs(model: PreTrainedModel, anatomy: Anatomy) -> str:
     """Returns why forwards of a model cannot be graphs, whatever the call; empty if no reason is known."""
     has_indexers = any(getattr(block, "indexer", None) is not None for block in anatomy.attention)
     is_spread = is_tensor_parallel(model) or len(set(getattr(model, "hf_device_map", {}).values())) > 1
-    view = anatomy.view
+    view, quantizer = anatomy.view, getattr(model, "hf_quantizer", None)
     reasons = {
         "it has indexers, whose keys a graph cannot write by slot": has_indexers,
         "it builds masks of its own": not (anatomy.tree and anatomy.by_slot),
-        "the model is compiled already, as a whole; pass the model itself": view.is_compiled,
         "it is spread over several devices": is_spread,
-        "its adapters can be switched from call to call; merge them first": view.is_adapted,
-        "its modules have hooks, which graphs would not run; remove them first": view.has_hooks(("transformers",)),
+        f"its {type(quantizer).__name__} does not say that it can be compiled": not (
+            quantizer is None or getattr(quantizer, "is_compileable", False)
+        ),
+        "its modules have hooks, which graphs would not run; remove them first": view.has_hooks(
+            ("transformers",), but=keeps_weights
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 
