@@ -91,9 +91,9 @@ def test_a_source_and_a_rule_are_one_file(
     """Those of the notebook draft, alone and in a cascade, are saved by their names, and exact."""
     cells = json.loads((EXAMPLES / "your_own_draft.ipynb").read_text(encoding="utf-8"))["cells"]
     classes = ["".join(cell["source"]) for cell in cells if "@register" in "".join(cell["source"])]
-    (tmp_path / "own_draft.py").write_text("import torch\n" + "\n\n".join(classes))
+    (tmp_path / "your_own_draft.py").write_text("import torch\n" + "\n\n".join(classes))
     monkeypatch.syspath_prepend(tmp_path)
-    own = importlib.import_module("own_draft")
+    own = importlib.import_module("your_own_draft")
     source, options = own.Successors(2), {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     specs = SelfSpec(source), SelfSpec(Cascade([Lookup(), source])), SelfSpec(EarlyExit(3), own.Entropy(3.0))
     for rows, spec in product((1, 3), specs):
