@@ -108,9 +108,9 @@ class Stopper:
         """Ends rows by the criteria that are called once a round: at the time limit with their next token, otherwise
         with the token that completes a stop string."""
         counts = [len(verdict.tokens) for verdict in verdicts]
-        no_ids = torch.empty((1, 0), dtype=torch.long, device="cpu")  # the clock needs none
         ends: list[list[bool]] = []
-        if any(limit(no_ids, None) for limit in self._limits):
+        # The clock needs no ids.
+        if any(limit(torch.empty((1, 0), dtype=torch.long, device="cpu"), None) for limit in self._limits):
             ends = [[True]] * len(counts)
         elif self._strings and (most := max(counts)):
             rows = [verdict.tokens + [0] * (most - len(verdict.tokens)) for verdict in verdicts]

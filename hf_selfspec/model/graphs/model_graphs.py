@@ -180,15 +180,14 @@ def graphs_of(model: PreTrainedModel) -> ModelGraphs:
 
 def _state_of(model: PreTrainedModel) -> Hashable:
     """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
-    weights = tuple(map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
-    plain = tuple(
-        (name, constant)
-        for module in model.modules()
-        for name, value in list(vars(module).items())  # other threads change some
-        if name not in _OF_ALL and (constant := _constant(value)) is not None
-    )
-    patched = tuple(id(forward) for module in model.modules() if (forward := forward_of_others(module)) is not None)
-    return weights, plain, patched, str(model.config.to_dict()), attention_implementation(model.config)
+    state = list[Any](map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
+    for module in model.modules():
+        for name, value in list(vars(module).items()):  # other threads change some
+            if name not in _OF_ALL and (constant := _constant(value)) is not None:
+                state.append((name, constant))
+        if (forward := forward_of_others(module)) is not None:
+            state.append(id(forward))
+    return tuple(state), str(model.config.to_dict()), attention_implementation(model.config)
 
 
 def _constant(value: Any) -> Hashable | None:
@@ -204,5 +203,7 @@ def _constant(value: Any) -> Hashable | None:
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:
     """Where a tensor is: one of packed weights (torchao's) has no memory, but tensors, of its own."""
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    if type(tensor) is torch.nn.Parameter or not hasattr(tensor, "__tensor_flatten__"):
+        return id(tensor), tensor.data_ptr()
+    names = tensor.__tensor_flatten__()[0]
     return id(tensor), tensor.data_ptr(), *(_memory_of(getattr(tensor, name)) for name in names)
