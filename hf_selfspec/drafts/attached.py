@@ -13,7 +13,7 @@ from ..learned.saving import class_named
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.block import BlockHead
-from ..modules.draft_module import DraftModule, format_of, read_config, reading, told
+from ..modules.draft_module import DraftModule, format_of, read_config, reading
 from ..modules.mtp import MtpHead
 from ..modules.published import verifier_of
 from ..modules.shipped import COUNTS, SPECULATORS, attach, load_layers, load_mtp, ships_layers
@@ -78,8 +78,7 @@ def describe_head(path: str) -> str:
     if not (count := next(filter(None, counts), 0)):
         raise SettingError(f"{path} holds no head: its config.json is that of no known kind of head.")
     made_for = verifier_of(config) or f"the {config.get('model_type')} that it ships with"
-    sizes = count, layer.get("hidden_size", 0), (), 0, layer.get("vocab_size", 0)
-    return ", ".join([MtpHead.kind, *told(*sizes), f"made for {made_for}"])
+    return f"{MtpHead.kind}, {count} layer{'s' * (count > 1)}, made for {made_for}"
 
 
 def source_of(head: DraftModule) -> DraftSource:

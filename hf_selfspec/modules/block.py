@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -132,7 +132,9 @@ class BlockHead(DraftModule):
     def __init__(self, about: About = None, **settings: Any) -> None:
         super().__init__(about)
         self.settings = settings = _checked(settings)
-        config, layers = _layers(settings), settings["aux_hidden_state_layer_ids"]
+        config = AutoConfig.for_model(**{"model_type": "qwen3"} | settings["transformer_layer_config"])
+        config.layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        layers = settings["aux_hidden_state_layer_ids"]
         width, eps = config.hidden_size, config.rms_norm_eps
         self.state_layers, self.width, self.vocabulary = tuple(map(int, layers)), width, config.vocab_size
         self.block_size, self.mask_token = settings["block_size"], settings["mask_token_id"]
@@ -191,7 +193,7 @@ class BlockHead(DraftModule):
         # Heads in transformers' format may read what leaves the final norm, layer L.
         last = Anatomy.of(model).num_layers - (self.settings["window_of"] == "anchor")
         vocabulary = self.vocabulary or len(model.get_input_embeddings().weight)
-        return check_states(self, model, self.state_layers, self.width, vocabulary, last, self.mask_token)
+        return check_states(self, model, self.state_layers, self.width, vocabulary, last)
 
     def take_in(self, states: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
         """Writes the keys and values of verified tokens, from the model's states of these ``[b, s, n d]``."""
@@ -297,29 +299,20 @@ def _checked(settings: Config) -> Config:
 
 
 def _check_variants(name: str, settings: Config, layer: Config) -> None:
-    rope, size = layer.get("rope_parameters") or layer.get("rope_scaling") or {}, settings["draft_vocab_size"]
-    rope_type, rank = rope.get("rope_type", rope.get("type", "default")), settings["markov_rank"]
-    of_confidence = settings["enable_confidence_head"] and settings["confidence_head_with_markov"]
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    rope_type, model_type = rope.get("rope_type", rope.get("type", "default")), layer.get("model_type", "qwen3")
+    is_whole, way = settings["draft_vocab_size"] == layer.get("vocab_size"), settings["markov_head_type"]
+    has_markov, has_selector = bool(settings["markov_rank"]), bool(settings["selector_rank"])
+    reads_markov = settings["enable_confidence_head"] and settings["confidence_head_with_markov"]
+    of_several = any(isinstance(value, dict) for value in rope.values())
     partly = {name: rope.get(name, layer.get(name)) for name in ("partial_rotary_factor", "mlp_bias")}
-    check_served(
-        name,
-        {
-            f"layers of {layer.get('model_type')}": layer.get("model_type", "qwen3") not in ("qwen3", "llama"),
-            "target_hidden_size": settings["target_hidden_size"] not in (None, layer.get("hidden_size")),
-            f"a Markov head of type {settings['markov_head_type']}": bool(rank)
-            and settings["markov_head_type"] not in _MARKOV,
-            "a confidence head that reads a Markov head, without one": of_confidence and not rank,
-            "a selector with a reduced vocabulary or a Markov head": bool(settings["selector_rank"])
-            and (size != layer.get("vocab_size") or bool(rank)),
-            f"rotary positions of type {rope_type}, or of several types": rope_type not in _ROPES
-            or any(isinstance(value, dict) for value in rope.values()),
-            **{name: value not in (None, False, 1.0) for name, value in partly.items()},
-        },
-    )
-
-
-def _layers(settings: Config) -> PreTrainedConfig:
-    config = AutoConfig.for_model(**{"model_type": "qwen3"} | settings["transformer_layer_config"])
-    if getattr(config, "layer_types", None) is None:
-        config.layer_types = ["full_attention"] * config.num_hidden_layers
-    return config
+    refused = {
+        f"layers of {model_type}": model_type not in ("qwen3", "llama"),
+        "target_hidden_size": settings["target_hidden_size"] not in (None, layer.get("hidden_size")),
+        f"a Markov head of type {way}": has_markov and way not in _MARKOV,
+        "a confidence head that reads a Markov head, without one": reads_markov and not has_markov,
+        "a selector with a reduced vocabulary or a Markov head": has_selector and (has_markov or not is_whole),
+        f"rotary positions of type {rope_type}, or of several types": rope_type not in _ROPES or of_several,
+        **{name: value not in (None, False, 1.0) for name, value in partly.items()},
+    }
+    check_served(name, refused)

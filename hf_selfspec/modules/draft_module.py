@@ -214,9 +214,11 @@ def register_format(
     is_format: Callable[[Config], bool],
     load: Callable[..., Any],
     make: Callable[[str, Config], Any] | None = None,
+    is_last: bool = False,
 ) -> None:
-    """Lets ``load`` read folders and repositories with a config that ``is_format``, see :class:`Format`."""
-    _formats.insert(0, Format(is_format, load, make))
+    """Lets ``load`` read folders and repositories with a config that ``is_format``, see :class:`Format`; with
+    ``is_last`` those that are of no other format."""
+    _formats.insert(len(_formats) if is_last else 0, Format(is_format, load, make))
 
 
 def format_of(config: Config) -> Format | None:

@@ -150,13 +150,7 @@ def _compute_buffers(decoder: PreTrainedModel) -> None:
 
 
 def check_states(
-    head: DraftModule,
-    model: PreTrainedModel,
-    layers: tuple[int, ...],
-    width: int,
-    vocabulary: int,
-    last: int,
-    mask_token: int = 0,
+    head: Any, model: PreTrainedModel, layers: tuple[int, ...], width: int, vocabulary: int, last: int
 ) -> tuple[int, ...]:
     """Returns the layers whose entering states a head reads, up to ``last``; raises if it is not for this model."""
     (model_vocabulary, model_width), anatomy = model.get_input_embeddings().weight.shape, Anatomy.of(model)
@@ -167,8 +161,8 @@ def check_states(
         trouble = f"takes states of width {width}, and the model has {model_width}"
     elif vocabulary != model_vocabulary:
         trouble = f"has a vocabulary of {vocabulary}, and the model of {model_vocabulary}"
-    elif not 0 <= mask_token < vocabulary:  # on a GPU a look-up would be the end of the process
-        trouble = f"has the mask token {mask_token}, and a vocabulary of {vocabulary}"
+    elif not 0 <= head.mask_token < vocabulary:  # on a GPU a look-up would be the end of the process
+        trouble = f"has the mask token {head.mask_token}, and a vocabulary of {vocabulary}"
     elif not 0 <= layers[0] <= layers[-1] <= last or list(layers) != sorted(set(layers)):
         trouble = f"reads the states before layers {list(layers)}, and the model has {n}"
     else:
@@ -212,7 +206,8 @@ class MtpHead(DraftModule):
     ) -> None:
         super().__init__(about)
         self.configs, self.eagle3 = configs, eagle3
-        self.num_tokens = (eagle3 or {}).get("num_tokens", 1)  # in one forward
+        # How many tokens it drafts in one forward, and the token of all but the first.
+        self.num_tokens, self.mask_token = (int((eagle3 or {}).get(name, 1)) for name in ("num_tokens", "mask_token"))
         self.state_layers = tuple(map(int, state_layers))
         self.register_buffer("tokens", torch.arange(size, device="cpu") if size else None)
         try:
@@ -274,8 +269,7 @@ class MtpHead(DraftModule):
         if eagle3 is not None:
             vocabulary, usual, last = eagle3["vocabulary"], (2, n // 2, n - 3), n - 1
         wrong_widths = [layer.width for layer in self.layers if layer.width != width] or [width]
-        mask = (eagle3 or {}).get("mask_token", 0)
-        return check_states(self, model, self.state_layers or usual, wrong_widths[-1], vocabulary, last, mask)
+        return check_states(self, model, self.state_layers or usual, wrong_widths[-1], vocabulary, last)
 
     def forward(
         self,

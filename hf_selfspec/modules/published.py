@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ..errors import SettingError, SettingTypeError
+from ..errors import SettingError
 from .block import DEFAULTS, BlockHead
 from .draft_module import (
     WEIGHTS,
@@ -29,7 +29,6 @@ from .draft_module import (
 )
 from .mtp import MtpHead, config_of_layer
 
-_OLD_WEIGHTS = "pytorch_model.bin"
 # How configs of EAGLE-3 heads name the layers that are read, and those of P-EAGLE the token of masked places.
 _LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _MASKS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -44,10 +43,16 @@ _KINDS: dict[str, Config] = {
     },
     "dspark": {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True},
 }  # fmt: skip
-# Settings in z-lab's ``dflash_config``: those that are ours by another name, and those that are read with them.
-_SAME = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "mask_token_id")
-_SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "logit_scale"}
-_ZLAB = {*_SAME, *_SCALES, "final_logit_softcapping", "target_layer_ids", "block_size", "causal"}
+_GEMMA = {
+    "an assistant of Gemma 4, which reads the model's keys and values (generate(assistant_model=...) takes it)": True
+}
+# Settings in z-lab's ``dflash_config``, those that are ours by their names here, and all that are read.
+_OURS = {name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")} | {
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "logit_cap",
+}
+_ZLAB = {*_OURS, "mask_token_id", "target_layer_ids", "block_size", "causal"}
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,10 @@ class Published:
     is not served, what beginnings of weights' names become, and those of weights that drafts do not need."""
 
     is_format: Callable[[Config], bool]
-    settings: Callable[[str, Config], Config]
+    settings: Callable[[str, Config], Any]
     module_class: type[DraftModule]
     names: dict[str, str]
     dropped: tuple[str, ...] = ()
-
-    def fits(self, config: Config) -> bool:
-        """Whether a config is of this format, and not ours."""
-        return "kind" not in config and self.is_format(config)
 
     def make(self, name: str, config: Config, tensors: dict[str, torch.Tensor] | None = None) -> DraftModule:
         """Returns the head without weights, for which no memory is allocated; raises if it is not served."""
@@ -95,7 +96,7 @@ class Published:
         try:
             tensors = read_tensors(file_of(kind, name, WEIGHTS, **options))
         except SettingError:
-            file = file_of(kind, name, _OLD_WEIGHTS, **options)
+            file = file_of(kind, name, "pytorch_model.bin", **options)
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
         tensors = {key: value for key, value in tensors.items() if not key.startswith(self.dropped or "\0")}
         if key := not_finite(tensors):
@@ -108,18 +109,6 @@ class Published:
             ours = self.names.get(begin, "") + key[len(begin) :]
             renamed[ours] = value.to(dtype) if value.is_floating_point() else value
         return renamed
-
-
-def load_eagle3(checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> MtpHead:
-    """Loads a head; see :meth:`hf_selfspec.MTP.from_eagle3`."""
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        raise SettingTypeError(f"MTP.from_eagle3 takes a folder or a name on the Hub, got {checkpoint!r}.")
-    head = EAGLE3.load(checkpoint, state_layers)
-    assert isinstance(head, MtpHead)
-    return head
-
-
-# EAGLE-3 -------------------------------------------------------------------------------------------------------------
 
 
 def _eagle3(name: str, config: Config) -> Config:
@@ -185,9 +174,6 @@ def tokens_of(offsets: torch.Tensor | None, size: int, vocabulary: int) -> torch
     return tokens
 
 
-# Blocks --------------------------------------------------------------------------------------------------------------
-
-
 def _of_speculators(name: str, config: Config) -> Config:
     check_served(name, {str(kind := config["speculators_model_type"]): kind not in _KINDS})
     settings = {key: config.get(key, value) for key, value in (DEFAULTS | _KINDS[kind]).items()}
@@ -209,29 +195,24 @@ def _of_zlab(name: str, config: Config) -> Config:
     check_served(name, refused)
     # A slot sees what is less than a window away, where transformers' sees what is a window away, too.
     layer |= {} if window is None else {"sliding_window": window - 1}
-    given = {ours: both[theirs] for theirs, ours in _SCALES.items() if theirs in both}
-    return DEFAULTS | {key: both[key] for key in _SAME if key in both} | given | {
-        "transformer_layer_config": layer,
-        "draft_vocab_size": layer["vocab_size"],
-        "block_size": both.get("block_size", 16),
-        "aux_hidden_state_layer_ids": [number + 1 for number in both["target_layer_ids"]],
-        "sliding_window_non_causal": is_causal is not None and not is_causal,
-        "logit_cap": both.get("final_logit_softcapping") or None,
-        "window_of": "slot",
-        "about": _about(name, config),
-    }  # fmt: skip
+    given = {ours: both[theirs] for theirs, ours in _OURS.items() if theirs in both}
+    return _counted(name, config, layer, both) | given | {"sliding_window_non_causal": is_causal is False}
 
 
 def _of_transformers(name: str, config: Config) -> Config:
     # Its decoder layers have Qwen 3's form; its vocabulary is the model's.
     layer = AutoConfig.for_model(**config).to_dict() | {"model_type": "qwen3", "use_sliding_window": True}
+    return _counted(name, config, layer | {"vocab_size": 0}, layer) | {"sliding_window_non_causal": True}
+
+
+def _counted(name: str, config: Config, layer: Config, given: Config) -> Config:
+    """The settings of a head whose format counts layers from 0 behind the first, and windows from each slot."""
     return DEFAULTS | {
-        "transformer_layer_config": layer | {"vocab_size": 0},
-        "draft_vocab_size": 0,
-        "block_size": layer["block_size"],
-        "mask_token_id": layer["mask_token_id"],
-        "aux_hidden_state_layer_ids": [number + 1 for number in layer["target_layer_ids"]],
-        "sliding_window_non_causal": True,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": layer["vocab_size"],
+        "block_size": given.get("block_size", 16),
+        "mask_token_id": given["mask_token_id"],
+        "aux_hidden_state_layer_ids": [number + 1 for number in given["target_layer_ids"]],
         "window_of": "slot",
         "about": _about(name, config),
     }
@@ -240,13 +221,6 @@ def _of_transformers(name: str, config: Config) -> Config:
 def _named(config: Config) -> str:
     """What a config calls its kind of head."""
     return str(config.get("speculators_model_type", config.get("architectures"))).lower()
-
-
-def _of_gemma(name: str, config: Config) -> Config:
-    raise SettingError(
-        f"{name} is an assistant of Gemma 4, which reads keys and values of the model's own layers, and is not served. "
-        "Give it to transformers: generate(assistant_model=...)."
-    )
 
 
 def _about(name: str, config: Config) -> Config:
@@ -287,7 +261,12 @@ FORMATS = (
         BlockHead,
         {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
-    Published(lambda config: "assistant" in config.get("model_type", ""), _of_gemma, BlockHead, {}),
+    Published(
+        lambda config: "assistant" in config.get("model_type", ""),
+        lambda name, _: check_served(name, _GEMMA),
+        BlockHead,
+        {},
+    ),
 )  # fmt: skip
-for _format in reversed(FORMATS):
-    register_format(_format.fits, _format.load, _format.make)
+for _format in FORMATS:
+    register_format(_format.is_format, _format.load, _format.make, is_last=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch.nn.functional import pad
 from typing_extensions import Self
 
 from ...batch import Draft, Text
-from ...errors import SettingError
+from ...errors import SettingError, SettingTypeError
 from ...learned.saving import register
 from ...model.attention.interface import MaskSpec, at_positions
 from ...model.cache.speculative_cache import SpeculativeCache
@@ -20,7 +21,7 @@ from ...model.head import HeadRows
 from ...model.patching import within
 from ...model.transfer import RowNumbers, at_places
 from ...modules.mtp import MtpHead
-from ...modules.published import load_eagle3
+from ...modules.published import EAGLE3
 from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
@@ -73,7 +74,9 @@ class MTP(FittedSource[MtpHead]):
             SettingError, SettingTypeError: there is no such head, it is damaged, or a variant that is not served. One
                 of another model is refused by ``generate``.
         """
-        return cls(load_eagle3(checkpoint, state_layers))
+        if not isinstance(checkpoint, (str, os.PathLike)):
+            raise SettingTypeError(f"MTP.from_eagle3 takes a folder or a name on the Hub, got {checkpoint!r}.")
+        return cls(cast(MtpHead, EAGLE3.load(checkpoint, state_layers)))
 
     def start(self, session: Session) -> Drafter:
         head = shipped_mtp(session.target.model) if self.head is None else self.module
@@ -168,10 +171,9 @@ class MtpDraft(StatesDraft):
         """States ``[b, s + n, d]`` of ``[b, s, d]``, with those of masked places behind each row's, as its tokens."""
         head = self._mtp.on(states.device, states.dtype)
         assert head.mask_state is not None
-        assert head.eagle3 is not None
         states, tokens = pad(states, (0, 0, 0, self._masked)), pad(self._tokens, (0, self._masked))
         is_masked = torch.arange(states.shape[1], device=states.device) >= RowNumbers(self._counts).on(states.device)
-        self._tokens = tokens.masked_fill(is_masked.to(tokens.device), head.eagle3["mask_token"])
+        self._tokens = tokens.masked_fill(is_masked.to(tokens.device), head.mask_token)
         return torch.where(is_masked[..., None], head.mask_state, states)
 
     def _follow(self, feed: torch.Tensor) -> None:
