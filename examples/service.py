@@ -4,8 +4,10 @@ pip install fastapi uvicorn
 python examples/service.py --model examples/demo_model
 curl -N localhost:8000/stream -H "content-type: application/json" -d '{"prompt": "def read(path):"}'
 
-Prompts are messages of a chat where the tokenizer has a chat template. Requests that name no user count as those of one
-user. A request that cannot be answered is 422, and a stream that fails later ends with an event ``error``.
+Clients of OpenAI's API, as datatrove's custom server (``model_kwargs={"server_script": "service.py", "model": ...}``),
+get chat completions without a stream; ``usage`` has, for each request, the tokens that a round brought and what served
+it. Prompts are messages of a chat where the tokenizer has a chat template. Requests that name no user count as those of
+one user. A request that cannot be answered is 422, and a stream that fails later ends with an event ``error``.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ import argparse
 import json
 import logging
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, TextIteratorStreamer
 
-from hf_selfspec import SelfSpec
+from hf_selfspec import GenerationStats, SelfSpec
 
 # Of a full SelfSpec: 30 MiB for texts without repetitions (128,000 token ids, by tracemalloc), and 4 for statistics.
 MIB_OF_A_USER = 34
@@ -37,6 +42,23 @@ class Prompt(BaseModel):
     prompt: str = Field(min_length=1)
     user: str = Field("", max_length=200)
     max_new_tokens: int = Field(64, ge=1)
+
+
+def as_chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+class Chat(BaseModel):
+    """A chat completion; what is not here is refused, so that nothing is ignored in silence."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    messages: list[dict[str, str]] = Field(min_length=1)
+    max_tokens: int = Field(64, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    user: str = Field("", max_length=200)
+    stream: Literal[False] = False
 
 
 class Cancellable(TextIteratorStreamer):
@@ -77,27 +99,28 @@ def service(
     # Threads may still use what was dropped.
     new_spec = lru_cache(maxsize=max(1, memory // MIB_OF_A_USER - threads))(lambda user: SelfSpec())
 
-    def encoded(prompt: str) -> BatchEncoding:
+    def encoded(messages: list[dict[str, str]]) -> BatchEncoding:
         if tokenizer.chat_template is None:
-            return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        chat, as_tensors = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, **as_tensors)
+            text = "\n".join(message["content"] for message in messages)
+            return tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        as_tensors = {"return_dict": True, "return_tensors": "pt"}
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **as_tensors)
 
-    def tokens(request: Prompt) -> BatchEncoding:
-        if request.max_new_tokens > new_tokens:
-            raise HTTPException(422, f"max_new_tokens is {request.max_new_tokens}, at most {new_tokens} are allowed")
-        room = min(prompt_tokens, positions - request.max_new_tokens)
-        if len(request.prompt) <= room * CHARACTERS_OF_A_TOKEN:
-            inputs = encoded(request.prompt)
+    def tokens(messages: list[dict[str, str]], wanted: int) -> BatchEncoding:
+        if wanted > new_tokens:
+            raise HTTPException(422, f"{wanted} new tokens are asked for, at most {new_tokens} are allowed")
+        room = min(prompt_tokens, positions - wanted)
+        if sum(len(message.get("content", "")) for message in messages) <= room * CHARACTERS_OF_A_TOKEN:
+            inputs = encoded(messages)
             if 0 < inputs["input_ids"].shape[1] <= room:
                 return inputs.to(model.device)
         raise HTTPException(422, f"the prompt has no tokens, or more than {room}")
 
-    def answer(request: Prompt, inputs: BatchEncoding, streamer: TextIteratorStreamer | None = None) -> list[int]:
+    def answer(user: str, inputs: BatchEncoding, **options) -> tuple[list[int], GenerationStats]:
         with lock:
-            spec = new_spec(request.user)  # drafts reveal earlier texts, so users do not share one
-        options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, "streamer": streamer}
-        return model.generate(**inputs, **options, assistant=spec)[0, inputs["input_ids"].shape[1] :].tolist()
+            spec = new_spec(user)  # drafts reveal earlier texts, so users do not share one
+        ids = model.generate(**inputs, **{"do_sample": False} | options, assistant=spec)
+        return ids[0, inputs["input_ids"].shape[1] :].tolist(), spec.stats  # those of this thread
 
     @app.exception_handler(RequestValidationError)
     def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -106,25 +129,53 @@ def service(
 
     @app.post("/generate")
     def generate(request: Prompt) -> dict[str, object]:
-        ids = pool.submit(answer, request, tokens(request)).result()
+        inputs = tokens(as_chat(request.prompt), request.max_new_tokens)
+        ids, _ = pool.submit(answer, request.user, inputs, max_new_tokens=request.max_new_tokens).result()
         return {"text": tokenizer.decode(ids, skip_special_tokens=True), "ids": ids}
 
     @app.post("/stream")
     def stream(request: Prompt) -> StreamingResponse:
-        inputs, streamer = tokens(request), Cancellable(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        inputs, options = tokens(as_chat(request.prompt), request.max_new_tokens), {"skip_special_tokens": True}
+        streamer = Cancellable(tokenizer, skip_prompt=True, **options)
 
         def events() -> Iterator[str]:
-            answered = pool.submit(answer, request, inputs, streamer)
+            options = {"max_new_tokens": request.max_new_tokens, "streamer": streamer}
+            answered = pool.submit(answer, request.user, inputs, **options)
             answered.add_done_callback(lambda _: streamer.end())  # after an error, too
             for text in filter(None, streamer):
                 yield f"data: {json.dumps({'text': text})}\n\n"
             try:
-                yield f"data: {json.dumps({'ids': answered.result()})}\n\n"
+                yield f"data: {json.dumps({'ids': answered.result()[0]})}\n\n"
             except Exception:
                 logging.getLogger("uvicorn.error").exception("a stream has failed")
                 yield f"event: error\ndata: {json.dumps({'error': 'the answer could not be completed'})}\n\n"
 
         return Answer(events(), streamer)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": model.config.name_or_path, "object": "model"}]}
+
+    @app.post("/v1/chat/completions")
+    def chat(request: Chat) -> dict[str, object]:
+        inputs, drawn = tokens(request.messages, request.max_tokens), request.temperature > 0
+        options = {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0} if drawn else {}
+        options |= {"max_new_tokens": request.max_tokens, "do_sample": drawn}
+        ids, stats = pool.submit(answer, request.user, inputs, **options).result()
+        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        prompt = inputs["input_ids"].shape[1]
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
+        usage["tokens_a_round"] = round(stats.mean_generated_length, 3)
+        usage["served_by"] = f"plain generate: {stats.left_to_generate}" if stats.left_to_generate else "SelfSpec()"
+        reason = "length" if len(ids) == request.max_tokens else "stop"
+        return {
+            "id": f"chatcmpl-{uuid.uuid4()}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model.config.name_or_path,
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": usage,
+        }
 
     return app
 

@@ -159,7 +159,8 @@ class SelfSpec(Settings):
 
     @property
     def stats(self) -> GenerationStats | None:
-        """Statistics of the last finished call, ``None`` before the first."""
+        """Statistics of the last finished call in this thread, or in any where this one had none; ``None`` before the
+        first."""
         return self._knowledge.stats
 
     def _only_model(self, name: str, model: Any) -> PreTrainedModel | None:

@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
 
@@ -153,3 +154,16 @@ def test_stats_of_a_generation_add_up(tree: TopKTree | None) -> None:
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.accepted
     assert 0 < stats.forward_seconds < stats.total_seconds
     assert stats.plan == "###..."
+
+
+def test_stats_are_those_of_the_thread() -> None:
+    model, spec, options = tiny_llama(), SelfSpec.lookup(), {"do_sample": False, "eos_token_id": None}
+
+    def tokens(new: int = 0) -> int:
+        if new:
+            model.generate(**ragged_batch((5,)), max_new_tokens=new, assistant=spec, **options)
+        return spec.stats.tokens
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        assert (tokens(4), one.submit(tokens, 6).result()) == (4, 6)
+        assert (tokens(), other.submit(tokens).result()) == (4, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ class Knowledge:
     """What changes from call to call, shared by threads and copies; a pickle restarts from what a file held."""
 
     def __init__(self, saved: Saved | None = None) -> None:
-        self.stats: GenerationStats | None = None  # of the last call
+        self._last: GenerationStats | None = None
+        self._of_thread = threading.local()
         self.saved = saved  # what was read from a file, for the model that has its fingerprint
         self.lock = new_lock()  # held while anything here is read or changed, never while a file's lock is waited for
         self.files: set[Path] = set()  # those of cache_dir, also of models that no longer exist
@@ -118,8 +120,12 @@ class Knowledge:
             return [model for model, record in self._records.items() if record.findings]
 
     def add_call(self, stats: GenerationStats) -> None:
-        with self.lock:
-            self.stats = stats
+        self._last = self._of_thread.stats = stats
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Of the last call in this thread, or of the last of all where there was none in it."""
+        return getattr(self._of_thread, "stats", self._last)
 
     def latest(self, model: PreTrainedModel, wanted: Callable[[Any], bool] = lambda findings: True) -> Any:
         """The most recently used findings about ``model`` that are ``wanted``; ``None`` if there are none."""

@@ -25,7 +25,7 @@ BENCHMARKS = EXAMPLES / "benchmarks"
 # What scripts share, which start nothing, and servers, of which `test_services` takes care.
 SHARED = {"corpus", "fitting", "gpu_ids", "gpu_parts", "known_text", "synthetic", "tables", "tasks", "timing"}
 SERVERS = {"chat", "openai_server", "service"}
-OTHERS = {"all", "lm_eval_scores", "ray_batches"}
+OTHERS = {"agent", "all", "lm_eval_scores", "ray_batches"}
 RANDOM = "--width 64 --dtype float32 --layers 4 --vocabulary 97"
 TRAINED = "--model {model} --data {tasks} --repeats 1"
 FITTED = f"{TRAINED} --prompts 2 --tokens 12 --out {{folder}}/fitted"
@@ -293,7 +293,7 @@ def test_rollouts_of_a_policy_that_learns(places: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     library("lm_eval")
     documents = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in PROMPTS[:3]]
     (tmp_path / "documents.jsonl").write_text("\n".join(documents))
@@ -311,6 +311,17 @@ def test_scores_of_lm_eval(tmp_path: Path, in_float32: Path, monkeypatch: pytest
     drafted, plain = ([document["resps"] for document in result] for result in results)
     assert drafted == plain
     assert any(text for [[text]] in drafted)
+    assert "rows advance together" not in capsys.readouterr().out  # each at its own pace
+
+
+@pytest.mark.slow
+def test_an_agent_streams_from_a_thread(places: dict[str, Path]) -> None:
+    library("smolagents")
+    example = importlib.import_module("agent")
+    words = ["count", "--model", str(places["model"]), "--steps", "1", "--max-new-tokens", "16"]
+    drafted, plain = (example.main([*words, *way]) for way in ([], ["--plain"]))
+    assert drafted == plain
+    assert any(drafted)
 
 
 def test_all_parts_of_a_gpu_run(tmp_path: Path) -> None:

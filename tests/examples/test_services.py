@@ -111,15 +111,25 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
     httpx = library("httpx")
     library("fastapi")
     expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS[:2]}  # of its chat template
-    requests = [(way, prompt, user) for way in ("generate", "stream") for prompt in expected for user in "ab"]
+    ways = ("generate", "stream", "v1/chat/completions")
+    requests = [(way, prompt, user) for way in ways for prompt in expected for user in "ab"]
     with running(importlib.import_module("service").service(model, tokenizer)) as address:
 
         def ids(request: tuple[str, str, str]) -> list[int]:
             way, prompt, user = request
-            body = {"prompt": prompt, "user": user, "max_new_tokens": TOKENS}
+            body: dict[str, Any] = {"prompt": prompt, "user": user, "max_new_tokens": TOKENS}
+            if way not in ways[:2]:
+                messages = [{"role": "user", "content": prompt}]
+                body = {"messages": messages, "user": user, "max_tokens": TOKENS}
             answered = httpx.post(f"{address}/{way}", json=body, timeout=120).raise_for_status()
             if way == "generate":
                 return answered.json()["ids"]
+            if way != "stream":
+                (choice,), usage = answered.json()["choices"], answered.json()["usage"]
+                assert choice["message"]["content"] == tokenizer.decode(expected[prompt], skip_special_tokens=True)
+                assert (usage["completion_tokens"], usage["served_by"]) == (len(expected[prompt]), "SelfSpec()")
+                assert 1 <= usage["tokens_a_round"] <= TOKENS
+                return expected[prompt]
             *parts, last = events(answered.text)
             assert "".join(part["text"] for part in parts) == tokenizer.decode(last["ids"], skip_special_tokens=True)
             assert len(parts) > 1
@@ -128,6 +138,7 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
         with ThreadPoolExecutor(len(requests)) as pool:
             for request, found in zip(requests, pool.map(ids, requests), strict=True):
                 assert found == expected[request[1]]
+        assert httpx.get(f"{address}/v1/models").json()["data"]
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
@@ -160,6 +171,10 @@ def test_a_service_refuses_what_it_cannot_answer_and_bounds_what_it_keeps(
                 reply = httpx.post(f"{address}/{way}", content=body, headers={"content-type": "application/json"})
                 assert (reply.status_code, body) == (422, body)
                 assert reply.json()["detail"]
+        message = {"role": "user", "content": "x"}
+        for more in ({"n": 2}, {"stream": True}, {"max_tokens": 65}, {"messages": []}):
+            reply = httpx.post(f"{address}/v1/chat/completions", json={"messages": [message]} | more)
+            assert (reply.status_code, more) == (422, more)
         for user in ("ada", "grace", "ada", "mary", "emmy", "ada"):
             asked = {"prompt": "x", "user": user, "max_new_tokens": 2}
             httpx.post(f"{address}/generate", json=asked, timeout=120).raise_for_status()
