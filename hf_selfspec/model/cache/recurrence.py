@@ -254,6 +254,7 @@ class LinearAttention(Recurrence):
         weights = (total[:, :, :, None] - total[:, :, None]).masked_fill_(~before[..., None], -torch.inf).exp_()
         if beta is not None:
             system = _pairs(key, key, weights).tril(-1) * beta
+            # Seen in captures of the pretended device alone; where CUDA refuses it, such forwards have no graphs.
             added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
         return read + _pairs(query, key, weights) @ added, (key, added, decay)
 

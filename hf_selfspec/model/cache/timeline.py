@@ -2,6 +2,9 @@
 
 It is kept in a log after a checkpoint. The state at any slot of the log follows from both, without a forward, so
 rolling back rejected tokens only means dropping their entries.
+
+Captured forwards find states and entries at fixed places, and are told how many entries there are. Ids were plain's on
+the pretended device of the tests; no GPU has run that yet.
 """
 
 from __future__ import annotations
