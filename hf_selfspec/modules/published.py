@@ -52,7 +52,7 @@ _OURS = {name: name for name in ("conv_kernel_size", "conv_group_size", "selecto
     "output_multiplier": "logit_scale",
     "final_logit_softcapping": "logit_cap",
 }
-_ZLAB = {*_OURS, "mask_token_id", "target_layer_ids", "block_size", "causal"}
+_ZLAB = {*_OURS, "mask_token_id", "target_layer_ids", "block_size", "causal", "is_causal"}
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,27 @@ class Published:
         return renamed
 
 
+def _is_eagle3(config: Config) -> bool:
+    """Heads of the paper's authors are called Llamas, and have a vocabulary of their own."""
+    is_named = any(kind in _named(config) for kind in ("eagle3", "peagle"))
+    return is_named or (
+        "draft_vocab_size" in config and not config.keys() & {"speculators_model_type", "dflash_config"}
+    )
+
+
 def _eagle3(name: str, config: Config) -> Config:
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config", config)
+    of_layer = AutoConfig.for_model(**{"model_type": "qwen3"} | layer)
     places = (config, config.get("eagle_config") or {})
     named: list[int] = next((place[key] for place in places for key in _LAYERS if place.get(key)), [])
     state_layers = config.get("state_layers", named)
-    is_parallel = kind == "peagle" or any(map(config.get, ("parallel_drafting", *_MASKS[1:])))
+    is_parallel = kind == "peagle" or any(config.get(key) is not None for key in _MASKS[1:])
+    is_parallel = is_parallel or bool(config.get("parallel_drafting"))
     mask_token = next((int(config[key]) for key in _MASKS if config.get(key) is not None), None)
     norms = [bool(config.get("norm_before_fc")), bool(config.get("fc_norm"))]
     refused = {
-        f"layers of {layer.get('model_type')}": layer.get("model_type") not in ("llama", "qwen3"),
-        "sliding attention": "sliding_attention" in (layer.get("layer_types") or ()),
+        f"layers of {of_layer.model_type}": of_layer.model_type not in ("llama", "qwen3"),
+        "sliding attention": "sliding_attention" in (getattr(of_layer, "layer_types", None) or ()),
         "target_hidden_size": config.get("target_hidden_size") not in (None, layer["hidden_size"]),
         f"layers {named} without MTP.from_eagle3(..., state_layers=[...]), as engines count them in two ways: give "
         "those whose entering states it reads, these numbers or each plus 1": bool(named)
@@ -144,7 +154,7 @@ def _eagle3(name: str, config: Config) -> Config:
         (method, *_) = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
         eagle3 |= {"mask_token": mask_token, "num_tokens": method.get("speculative_tokens", _DEPTHS)}
     return {
-        "configs": [config_of_layer(AutoConfig.for_model(**layer), 0, count)],
+        "configs": [config_of_layer(of_layer, 0, count)],
         "about": _about(name, config),
         "size": config.get("draft_vocab_size") or layer["vocab_size"],
         "state_layers": state_layers,
@@ -185,7 +195,7 @@ def _of_zlab(name: str, config: Config) -> Config:
     both = config | own
     layer = {key: value for key, value in config.items() if key not in ("dflash_config", "architectures", "auto_map")}
     kinds, window = AutoConfig.for_model(**layer).layer_types, AutoConfig.for_model(**layer).sliding_window
-    is_causal = config.get("is_causal", own.get("causal"))
+    is_causal = both.get("is_causal", both.get("causal"))
     refused = {
         **{f"{key} {value!r}": bool(value) and key not in _ZLAB for key, value in own.items()},
         "quantised weights": "quantization_config" in config,
@@ -237,7 +247,7 @@ _LAYER = "layers.0.decoder.layers."
 # The first that fits counts.
 FORMATS = (
     EAGLE3 := Published(
-        lambda config: any(kind in _named(config) for kind in ("eagle3", "peagle")),
+        _is_eagle3,
         _eagle3,
         MtpHead,
         {

@@ -21,6 +21,8 @@ from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.draft_module import DraftModule
 
 THETA, HEADS, KV_HEADS, SIZE, INNER, RANK, MASK = 5000.0, 4, 2, 8, 48, 6, 3
+# Of norms: one that changes logits.
+EPSILON = 0.02
 _TWO = {"draft_vocab_size": 0, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
 # Configurations of each kind of head: vocabularies, windows, anchors, Markov and confidence heads, convolutions and
 # selectors; and in z-lab's own format, also with scales, and with windows of blocks that are causal or not.
@@ -40,7 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "z-lab window": {"draft_vocab_size": 0, "window": 6, "of_zlab": {"is_causal": None}},
     "z-lab dflash2": {
         "window": 5, **_TWO,
-        "of_zlab": {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 2.0},
+        "of_zlab": {
+            "is_causal": False, "input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 2.0,
+        },
     },
 }  # fmt: skip
 
@@ -60,7 +64,7 @@ def published(
     layer = {
         "model_type": "qwen3", "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": INNER,
         "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": SIZE,
-        "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "rms_norm_eps": EPSILON, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
     }  # fmt: skip
     if window:
         kinds = ["sliding_attention", "full_attention"]
@@ -126,12 +130,12 @@ def published(
 
 def zlab_config(settings: dict[str, Any], of_zlab: dict[str, Any]) -> dict[str, Any]:
     """The config in z-lab's format, which counts layers from 0 behind the first."""
-    own = {name: value for name, value in of_zlab.items() if name != "is_causal"}
+    own = {name: value for name, value in of_zlab.items() if value is not None}
     own |= {
         name: settings[name] for name in (*_TWO, "mask_token_id") if name in settings and name != "draft_vocab_size"
     }
     own |= {"target_layer_ids": [layer - 1 for layer in settings["aux_hidden_state_layer_ids"]]}
-    causal = {} if of_zlab.get("is_causal", False) is None else {"is_causal": False}
+    causal = {} if "is_causal" in of_zlab else {"is_causal": False}
     config = {"architectures": ["DFlashDraftModel"], "dflash_config": own, "block_size": settings["block_size"]}
     return settings["transformer_layer_config"] | config | causal
 
@@ -143,7 +147,7 @@ def context_of(model: PreTrainedModel, text: torch.Tensor, layers: list[int]) ->
 
 
 def normed(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return weight * values * (values.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return weight * values * (values.square().mean(-1, keepdim=True) + EPSILON).rsqrt()
 
 
 def turned(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -187,7 +191,7 @@ def logits_by_hand(
             seen = places[None] >= n - layer["sliding_window"]
             is_causal = not settings.get("sliding_window_non_causal", settings["speculators_model_type"] == "dflash2")
             if "of_zlab" in settings:
-                seen, is_causal = slots - places[None] < layer["sliding_window"], "is_causal" in settings
+                seen, is_causal = slots - places[None] < layer["sliding_window"], settings.get("is_causal", 0) is None
             if is_causal:
                 seen = seen & (places[None] <= slots)
         scores = (q @ k.mT / SIZE**0.5).masked_fill(~seen, -torch.inf).softmax(-1)

@@ -20,6 +20,7 @@ from helpers.architectures import build
 from helpers.blocks import (
     CONFIGS,
     DAMAGED,
+    EPSILON,
     HEADS,
     INNER,
     KV_HEADS,
@@ -123,7 +124,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     "original": {},
     "original, residual": {"norm_before_residual": True, "model_type": "qwen3"},
     "original, output": {"norm_output": True},
-    "original, parallel": {"ptd_token_id": 5, "num_hidden_layers": 3},
+    "original, parallel": {"ptd_token_id": 0, "num_hidden_layers": 3},
     "norm before fc": {"speculators_model_type": "eagle3", "norm_before_fc": True, "num_hidden_layers": 2},
     "norms before fc, four states": {
         "speculators_model_type": "eagle3", "fc_norm": True, "norm_output": True,
@@ -175,7 +176,7 @@ def published_eagle(folder: Path, model: PreTrainedModel, size: int = 40, **chan
     layer = {
         "model_type": "llama", "num_hidden_layers": 1, "vocab_size": vocabulary, "hidden_size": width,
         "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": SIZE,
-        "rms_norm_eps": 1e-5, "rope_theta": THETA,
+        "rms_norm_eps": EPSILON, "rope_theta": THETA,
     } | {name: changed.pop(name) for name in _OF_LAYER if name in changed}  # fmt: skip
     config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size} | changed
     config |= layer if is_original else {"transformer_layer_config": layer}
@@ -345,6 +346,10 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Path], Any], list[tuple[dic
             ({"fc_norm": True, "norm_before_fc": True}, "not served: norm_before_fc and fc_norm together"),
             ({"parallel_drafting": True}, "not served: parallel drafts without a mask token"),
             ({"layer_types": ["sliding_attention"]}, "not served: sliding attention"),
+            (
+                {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+                "not served: sliding attention",
+            ),
             ({"state_layers": [1, 3, 4, 5]}, r"size mismatch for fuse\.weight"),
             ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, "in two ways"),
             ({"hidden_size": 32}, "size mismatch"),
@@ -395,7 +400,14 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
 _BLOCK = "2 layers of width 64, reads the states before the layers 1, 2, 4"
 # What is told of heads from their configs alone.
 TOLD: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "EAGLE-3": (published_eagle, {}, "EAGLE-3 head, 1 layer of width 64, drafts 40 of 97 tokens"),
+    **{
+        f"EAGLE-3, {name}": (
+            published_eagle,
+            {"architectures": [name]},
+            "EAGLE-3 head, 1 layer of width 64, drafts 40 of 97 tokens",
+        )
+        for name in ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+    },
     "P-EAGLE": (
         published_eagle,
         EAGLES["parallel"],
