@@ -32,7 +32,7 @@ from helpers.machine import Machine
 from helpers.models import BATCH, ROW, ragged_batch, tiny_llama
 from helpers.processes import peft_calls_old_name
 from helpers.searches import an_end
-from hf_selfspec import EarlyExit, Lookup, SelfSpec
+from hf_selfspec import EarlyExit, Lookup, OnTheFlySearch, SelfSpec, SkipLayers
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
@@ -89,6 +89,14 @@ def test_captured_forwards_are_exact(kind: str) -> None:
         same_ids(model, spec, rows, new=28)
     assert len(Traced.made) == known.count == made
     same_ids(model, spec, new=28, repetition_penalty=1.2)  # what a graph chooses is not what is chosen
+
+
+def test_a_log_of_another_size_has_another_graph() -> None:
+    """A search looks back, so that logs of states are longer; in later calls shorter ones are in the same memory."""
+    model, skips = build("falcon_h1"), SkipLayers([1], [2])
+    for search in (OnTheFlySearch(50, budget=1e-9), None):
+        same_ids(model, SelfSpec(replace(skips, search=search), THREE), new=40, is_mixed=False)
+    assert Traced.made
 
 
 def test_static_cache_of_a_call_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,10 +138,10 @@ class SelectiveScan(Recurrence):
 
     @property
     def _a(self) -> torch.Tensor:
-        return self._rates[bool(capturing.now)]
+        return self._rates[capturing.now is not None]
 
     def prepare(self, arguments: Arguments) -> None:
-        self._rates[bool(capturing.now)] = arguments["A"].float()
+        self._rates[capturing.now is not None] = arguments["A"].float()
 
     def shapes(self, state: torch.Tensor, count: int) -> list[tuple[int, ...]]:
         b, d, n = state.shape

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ COMPARISONS = 2
 _STATES = 4
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 POOLS = 4
-# Module attributes with values of these types are constants of a graph.
-_PLAIN = (bool, int, float, str, type(None))
+# Module attributes with values of these types are constants of a graph, and so are functions.
+_PLAIN, _FUNCTIONS = (bool, int, float, str, type(None)), (FunctionType, BuiltinFunctionType)
 # What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
 _OF_ALL = set(vars(torch.nn.Module())) - {"training"}
 
@@ -173,8 +174,8 @@ def graphs_of(model: PreTrainedModel) -> ModelGraphs:
         tokens = {kept.token for kept in all_graphs}
         with graphs.pools.lock:
             for of_pool in (pool.graphs for pool in graphs.pools.all):
-                for key in [key for key in of_pool if key[0] not in tokens]:
-                    del of_pool[key]
+                for key in [key for key in list(of_pool) if key[0] not in tokens]:
+                    of_pool.pop(key, None)  # which its call may have cleared
     return graphs
 
 
@@ -182,6 +183,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
     """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
     state = list[Any](map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
     for module in model.modules():
+        state.append(type(module).forward)  # many activations have no values
         for name, value in list(vars(module).items()):  # other threads change some
             if name not in _OF_ALL and (constant := _constant(value)) is not None:
                 state.append((name, constant))
@@ -196,6 +198,8 @@ def _constant(value: Any) -> Hashable | None:
         return (value,)
     if isinstance(value, torch.Tensor):
         return _memory_of(value)
+    if type(value) in _FUNCTIONS:
+        return id(value)
     if type(value) is dict:
         value = list(value.items())
     return tuple(map(_constant, value)) if type(value) in (list, tuple) else None

@@ -59,7 +59,7 @@ def _fused(forwards: InstanceForwards, model: nn.Module, view: ModelView) -> Non
             forwards.replace(module, _mlp(module, kernels))
         elif (epsilon := _epsilon_of(module)) is not None:
             norm = partial(kernels.norm, module.weight, epsilon)
-            forwards.replace(module, _leaf(module, module.forward, norm, kernels.NORMS))
+            forwards.replace(module, _leaf(id(module), module.forward, norm, kernels.NORMS))
 
 
 @shared_change
@@ -77,8 +77,8 @@ def _mlp(module: nn.Module, kernels: Any) -> Forward:
         return activation(gated) * other
 
     is_silu = type(activation).__name__.startswith("SiLU")
-    product = _leaf((module, activation), multiplied, kernels.activate, (is_silu,))
-    return _leaf(module, module.forward, lambda _, x: down(product(gate(x), up(x))), (True,))
+    product = _leaf((id(module), _MLP), multiplied, kernels.activate, (is_silu,))
+    return _leaf(id(module), module.forward, lambda _, x: down(product(gate(x), up(x))), (True,))
 
 
 def _epsilon_of(module: nn.Module) -> float | None:
@@ -91,7 +91,8 @@ def _epsilon_of(module: nn.Module) -> float | None:
 
 def _leaf(key: Hashable, original: Forward, fused: Callable[..., Any], forms: Iterable[Any]) -> Forward:
     """What calls ``original``; in a forward that is captured ``fused``, with that of the ``forms`` as its first
-    argument that agreed in the graph's first forward, wherever the leaf ``key`` was called with such shapes."""
+    argument that agreed in the graph's first forward, wherever the leaf ``key`` was called with such shapes. No key is
+    a module, since graphs of weights that a model no longer has would keep them."""
 
     def leaf(*args: Any, **kwargs: Any) -> Any:
         leaves = capturing.now
