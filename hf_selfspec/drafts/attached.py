@@ -70,7 +70,7 @@ def describe_head(path: str) -> str:
         SettingError: there is none, or one that is not served.
     """
     config = read_config("head", path)
-    if (known := format_of(config)) is not None and known.make is not None:
+    if (known := format_of(config)) is not None:
         with reading("head", path):
             return str(known.make(path, config))
     layer = config.get("transformer_layer_config") or config.get("text_config") or config

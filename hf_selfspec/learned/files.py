@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import SettingError
+from ..errors import SelfSpecError, SettingError, brief
 from ..validation import StrPath
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -92,6 +92,21 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; raises a ``ValueError`` or ``RecursionError`` for anything else."""
     return json.loads(read_text(path))
+
+
+@contextmanager
+def reading(name: StrPath, trouble: str, advice: str) -> Iterator[None]:
+    """Turns any error about a file or folder that is read into one for the user, who gets to know of which; the
+    ``trouble`` is what it is where it is not what was written."""
+    try:
+        yield
+    except SelfSpecError as error:
+        if os.fspath(name) in str(error):
+            raise
+        raise SettingError(f"{os.fspath(name)}: {error}") from error
+    except Exception as error:  # of readers of files, or of the code of any configuration
+        why = brief(repr(error) if isinstance(error, LookupError) else error)
+        raise SettingError(f"{os.fspath(name)} {trouble} ({why}). {advice}") from error
 
 
 def _reason(error: Exception) -> str:

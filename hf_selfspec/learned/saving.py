@@ -3,17 +3,16 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
-
 import hf_selfspec
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError
+from ..errors import SettingError, SettingTypeError
 from ..model.fingerprint import Fingerprint
+from . import files
 from .files import is_name, read_json, written_whole
 
 FILE_NAME = "selfspec.json"
@@ -141,15 +140,7 @@ def read(path: Path) -> Saved:
         return Saved(path=path, **content)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> AbstractContextManager[None]:
     """Turns what the parts of a file raise, where they are not what was written, into an error about the file."""
-    try:
-        yield
-    except SelfSpecError as error:
-        raise SettingError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
-        why = str(error) if type(error) is ValueError else repr(error)
-        raise SettingError(
-            f"{path} is not a saved SelfSpec, or was cut short or changed ({why}). Save it again, or delete it."
-        ) from error
+    trouble = "is not a saved SelfSpec, or was cut short or changed"
+    return files.reading(path, trouble, "Save it again, or delete it.")

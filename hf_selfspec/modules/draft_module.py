@@ -4,8 +4,8 @@ import copy
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
@@ -20,7 +20,8 @@ from typing_extensions import Self
 
 import hf_selfspec
 
-from ..errors import SelfSpecError, SettingError, SettingTypeError, brief
+from ..errors import SettingError, SettingTypeError
+from ..learned import files
 from ..learned.files import folder_written_whole, path_of, read_json, reported
 from ..model.fingerprint import Fingerprint
 
@@ -40,7 +41,7 @@ class Format(NamedTuple):
 
     is_format: Callable[[Config], bool]
     load: Callable[..., Any]
-    make: Callable[[str, Config], Any] | None
+    make: Callable[[str, Config], Any]
 
 
 _formats: list[Format] = []
@@ -213,7 +214,7 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
 def register_format(
     is_format: Callable[[Config], bool],
     load: Callable[..., Any],
-    make: Callable[[str, Config], Any] | None = None,
+    make: Callable[[str, Config], Any],
     is_last: bool = False,
 ) -> None:
     """Lets ``load`` read folders and repositories with a config that ``is_format``, see :class:`Format`; with
@@ -283,20 +284,10 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return next((key for key, value in tensors.items() if not torch.isfinite(value).all()), None)
 
 
-@contextmanager
-def reading(kind: str, name: str) -> Iterator[None]:
+def reading(kind: str, name: str) -> AbstractContextManager[None]:
     """Turns any error about the files of a part into one for the user."""
-    try:
-        yield
-    except SelfSpecError as error:
-        if name in str(error):
-            raise
-        raise SettingError(f"{name}: {error}") from error
-    except Exception as error:  # of readers of files, or of the code of any configuration
-        raise SettingError(
-            f"{name} holds no {kind}, or one whose {CONFIG} or weights were cut short or changed ({brief(error)}). "
-            "Save it again."
-        ) from error
+    trouble = f"holds no {kind}, or one whose {CONFIG} or weights were cut short or changed"
+    return files.reading(name, trouble, "Save it again.")
 
 
 def check_served(name: str, refused: dict[str, bool]) -> None:

@@ -6,18 +6,18 @@ import copy
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..errors import SelfSpecError, SettingError, SettingTypeError, UnsupportedModelError, brief
-from ..learned.files import path_of, read_json
+from ..learned.files import path_of, read_json, reading
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.forks import new_lock
 from .draft_module import DraftModule
@@ -250,12 +250,8 @@ def _decoder(
     return {name: value for name, value in stack.state_dict().items() if not name.startswith("embed_tokens.")}
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise SettingError(f"{path} was cut short or changed ({brief(error)}). Load the checkpoint again.") from error
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return reading(path, "was cut short or changed", "Load the checkpoint again.")
 
 
 class _Files:

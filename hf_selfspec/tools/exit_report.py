@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from ..model.patching import evaluating
 from ..train.exits import LOGIT_ELEMENTS, Exits
 from ..validation import check_count
 from .figures import as_text
-
-if TYPE_CHECKING:
-    pass
 
 _DEFAULT_LENGTH = 2048
 
