@@ -59,9 +59,7 @@ class MaskSpec:
     visible: torch.Tensor | None = None  # [b, s, n] what a token may see at most, or None where positions alone decide
     is_even: bool = False  # whether all rows are at the same positions
     is_fixed: bool = False  # whether masks are for any positions of the tokens, so that there always is one
-    alone: StepTokens | None = (
-        None  # the tokens of one row, where each is treated as if it were alone, see ``exact.py``
-    )
+    alone: StepTokens | None = None  # the tokens of one row, where each counts as if it were alone, see ``exact.py``
     offset: int = 0  # slot of the text that the first cache slot stands for, as layers report it
     window: MaskSpec | None = None  # that of layers which keep the last tokens alone
     limit: int | None = None  # how many of them one token sees at most

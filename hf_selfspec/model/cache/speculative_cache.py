@@ -233,12 +233,14 @@ class SpeculativeCache(Cache, WriteRange):
             self._buffers.remove(buffers)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the buffers of keys and values are, grown to the capacity and without unknown slots, and logs, with the
-        room in these: a pool gives one of any size the same address."""
+        """Where the buffers of keys and values, grown to the capacity and without unknown slots, and logs are, and how
+        large: a pool gives those of any size the same address."""
         for buffers in self._buffers:
             buffers.fill(self.capacity)
         addresses = (buffers.of[0].data_ptr() for buffers in self._buffers)
-        return self.timeline.room, *addresses, *(address for log in self._logs for address in log.addresses)
+        window = 0 if self.window is None else self.window.capacity
+        sizes = self.capacity, window, self.timeline.room, len(self.written)
+        return *sizes, *addresses, *(address for log in self._logs for address in log.addresses)
 
     @property
     def is_filled(self) -> bool:

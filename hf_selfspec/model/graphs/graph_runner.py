@@ -108,10 +108,8 @@ class GraphRunner:
                 cache.capacity = max(cache.capacity, graphs.fewest_slots)
             yield
         finally:
-            kept, (free, total) = (
-                sum(other.bytes for other in (pool, *graphs.pools.free)),
-                torch.cuda.mem_get_info(device),
-            )
+            kept = sum(other.bytes for other in (pool, *graphs.pools.free))
+            free, total = torch.cuda.mem_get_info(device)
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             if graphs.refused or (kept > _KEPT * total and free < _FREE * total):
                 pool.clear()
@@ -146,7 +144,7 @@ class GraphRunner:
             packed[:, 4 : 4 + size] = _filled(given, size)
         inputs = [packed, *([] if run.state is None else [_filled(run.state, size)])]
         told = run.chooses, run.looks
-        parts = (is_whole, run.plan, run.start, run.stop, run.capture, size, told, window and window.capacity)
+        parts = is_whole, run.plan, run.start, run.stop, run.capture, size, told
 
         def unpadded(results: Sequence[Any]) -> Outcome:
             return results[0], *(None if result is None else result[..., :s, :] for result in results[1:])
@@ -183,15 +181,7 @@ class GraphRunner:
         """The results, ``unpadded``, of the graph of ``forward`` over ``inputs``, which depends on ``parts`` and on
         where ``cache`` has its buffers; those of the model's own code, ``eager``, where there is no graph."""
         shapes, device = tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.target.device
-        key: Hashable = (
-            *parts,
-            self._modes,
-            self.target.autocast,
-            shapes,
-            cache.capacity,
-            len(cache.written),
-            cache.addresses(),
-        )
+        key: Hashable = (*parts, self._modes, self.target.autocast, shapes, cache.addresses())
         assert cache.pool is not None
         if (graph := self.graphs.find(key, cache.pool, device)) is None:
             return eager()
