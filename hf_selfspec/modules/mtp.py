@@ -25,10 +25,10 @@ from .draft_module import About, DraftModule, told
 PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
-def last_layer_with(config: PreTrainedConfig, num_layers: int, attention: str = "full_attention") -> int:
-    """Returns the last layer with this attention; the last of all where the config names none."""
-    types = getattr(config, "layer_types", None) or [attention] * num_layers
-    return max((index for index, layer_type in enumerate(types) if layer_type == attention), default=num_layers - 1)
+def last_full_layer(config: PreTrainedConfig, num_layers: int) -> int:
+    """Returns the last layer with full attention; the last of all where the config names none."""
+    types = getattr(config, "layer_types", None) or []
+    return max((index for index, kind in enumerate(types) if kind == "full_attention"), default=num_layers - 1)
 
 
 def config_of_layer(config: PreTrainedConfig, index: int, count: int = 1) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class MtpHead(DraftModule):
             UnsupportedModelError: that layer cannot stand alone, or keeps more than keys and values.
         """
         anatomy, config = Anatomy.of(model), model.config.get_text_config(decoder=True)
-        index, width = last_layer_with(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
+        index, width = last_full_layer(config, anatomy.num_layers), model.get_input_embeddings().weight.shape[1]
         if width != config.hidden_size:
             raise UnsupportedModelError(
                 f"{anatomy.model_name} sends states of width {width} to its head and has {config.hidden_size} between "

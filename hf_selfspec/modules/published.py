@@ -129,9 +129,11 @@ def _eagle3(name: str, config: Config) -> Config:
     is_parallel = is_parallel or bool(config.get("parallel_drafting"))
     mask_token = next((int(config[key]) for key in _MASKS if config.get(key) is not None), None)
     norms = [bool(config.get("norm_before_fc")), bool(config.get("fc_norm"))]
+    partial = (layer | (getattr(of_layer, "rope_parameters", None) or {})).get("partial_rotary_factor")
     refused = {
         f"layers of {of_layer.model_type}": of_layer.model_type not in ("llama", "qwen3"),
         "sliding attention": "sliding_attention" in (getattr(of_layer, "layer_types", None) or ()),
+        f"partial_rotary_factor {partial}": partial not in (None, 1.0),
         "target_hidden_size": config.get("target_hidden_size") not in (None, layer["hidden_size"]),
         f"layers {named} without MTP.from_eagle3(..., state_layers=[...]), as engines count them in two ways: give "
         "those whose entering states it reads, these numbers or each plus 1": bool(named)

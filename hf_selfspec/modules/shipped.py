@@ -21,7 +21,7 @@ from ..learned.files import path_of, read_json, reading
 from ..model.anatomy import Anatomy, causal_lm
 from ..model.forks import new_lock
 from .draft_module import DraftModule
-from .mtp import PER_LAYER, MtpHead, config_of_layer, last_layer_with
+from .mtp import PER_LAYER, MtpHead, config_of_layer, last_full_layer
 
 _attached = weakref.WeakKeyDictionary[PreTrainedModel, DraftModule]()
 # What shipped_mtp has loaded, or why it could not.
@@ -58,7 +58,7 @@ class MtpFormat:
 
     def settings(self, config: PreTrainedConfig, number: int, num_layers: int) -> dict[str, Any]:
         """The config of a model that has only this layer."""
-        of_layer = config_of_layer(config, last_layer_with(config, num_layers))
+        of_layer = config_of_layer(config, last_full_layer(config, num_layers))
         if self.mlp is not None:
             of_layer["mlp_layer_types"] = [self.mlp]
         of_mtp = {name: getattr(config, f"mtp_{name}", None) for name in PER_LAYER}

@@ -346,6 +346,11 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[Path], Any], list[tuple[dic
             ({"fc_norm": True, "norm_before_fc": True}, "not served: norm_before_fc and fc_norm together"),
             ({"parallel_drafting": True}, "not served: parallel drafts without a mask token"),
             ({"layer_types": ["sliding_attention"]}, "not served: sliding attention"),
+            ({"partial_rotary_factor": 0.5}, r"not served: partial_rotary_factor 0\.5"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+                r"not served: partial_rotary_factor 0\.5",
+            ),
             (
                 {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
                 "not served: sliding attention",
