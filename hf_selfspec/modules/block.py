@@ -75,7 +75,7 @@ class Selector(nn.Module):
 
     def __init__(self, vocabulary: int, rank: int, candidates: int, width: int) -> None:
         super().__init__()
-        self.candidates = candidates
+        self.candidates = min(candidates, vocabulary)
         self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
         self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
         self.hidden_projection = nn.Linear(width, rank, bias=False)
@@ -157,14 +157,12 @@ class BlockHead(DraftModule):
         with torch.device("cpu"):  # checkpoints do not hold its frequencies
             self.rotary = Qwen3RotaryEmbedding(config)
         self.markov_head = MarkovHead(self.vocabulary, size, rank, width, way) if rank else None
-        self.candidate_selector: Selector | None = None
-        if settings["selector_rank"]:
-            of_selector = settings["selector_rank"], min(settings["selector_top_k"], size)
-            self.candidate_selector = Selector(self.vocabulary, *of_selector, width)
-        self.confidence_head: nn.ModuleDict | None = None
-        if settings["enable_confidence_head"]:  # the probability that a slot's token is accepted, before a sigmoid
-            inside = width + (rank if settings["confidence_head_with_markov"] else 0)
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inside, 1)})
+        of_selector = settings["selector_rank"], settings["selector_top_k"], width
+        self.candidate_selector = Selector(self.vocabulary, *of_selector) if settings["selector_rank"] else None
+        # The probability that a slot's token is accepted, before a sigmoid.
+        inside = width + (rank if settings["confidence_head_with_markov"] else 0)
+        has_confidence = settings["enable_confidence_head"]
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inside, 1)}) if has_confidence else None
         for module in self.modules():
             if type(module) is nn.Linear:  # transformers' own; 0.8 of the time for 5 tokens (float32, width 2048)
                 module.__class__ = FewTokenLinear
