@@ -39,7 +39,8 @@ class Drafter:
         observe: called as ``observe(text, verdicts, logits)`` in place of :meth:`update` after a round in which another
             source drafted.
         look: called as ``look(logits)`` with a :class:`~hf_selfspec.model.logits.Logits` before :meth:`update`; returns
-            what will be read of them, so that the verdict is read in the same transfer.
+            what will be read of them, so that the verdict is read in the same transfer. A GPU may keep the likeliest
+            tokens alone, without ``values``, unless ``reads_logits``.
         reads_logits: whether :meth:`update` looks at logits; otherwise it gets ``None``.
     """
 

@@ -197,7 +197,7 @@ class Decoder:
             assert lower is not None
             states = torch.cat([states, lower], dim=1)
         looks = self.draft.look is not None
-        keeps = self.draft.reads_logits or self.output.keeps_logits or not self._is_greedy
+        keeps = self.draft.reads_logits or self.output.logits is not None or not self._is_greedy
         needs = ("captured", "logits") if keeps else ("captured",)
         run = target.verification(
             start=start, state=states, needs=needs, chooses=self._is_greedy or looks, looks=looks, spreads=False

@@ -150,12 +150,8 @@ class Output:
         # For each row and token scores and logits [v], or for each token the scores [b, v] where rows advance together.
         self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if scores and not self.in_step else None
         self.steps: list[torch.Tensor] | None = [] if scores and self.in_step else None
-        self._logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
+        self.logits: list[list[torch.Tensor]] | None = [[] for _ in range(b)] if logits else None
         self.stats.from_draft = [[] for _ in range(b)]
-
-    @property
-    def keeps_logits(self) -> bool:
-        return self._logits is not None
 
     @property
     def is_finished(self) -> bool:
@@ -189,10 +185,9 @@ class Output:
             self.stats.accepted_lengths[sum(accepted)] += 1
         if verdict.stopped and count == len(verdict.tokens) and self._ended[row] is None:
             self._ended[row] = self.text.lengths[row] + count - self.text.prompt_width
-        if self._logits is not None:
-            self._logits[row] += [
-                logits.of_all[row, node].to(torch.float32, copy=True) for node in verdict.sources[:count]
-            ]
+        if self.logits is not None:
+            at_nodes = (logits.of_all[row, node] for node in verdict.sources[:count])
+            self.logits[row] += [values.to(torch.float32, copy=True) for values in at_nodes]
         if self.scores is not None:
             self.scores[row] += verdict.scores[:count]
         return verdict.tokens[:count]
@@ -236,7 +231,7 @@ class Output:
         return GenerateDecoderOnlyOutput(
             sequences=ids,
             scores=_by_step(self.scores, steps) if self.steps is None else tuple(self.steps),
-            logits=_by_step(self._logits, steps),
+            logits=_by_step(self.logits, steps),
             **{CACHE_NAME: cache},
         )
 
