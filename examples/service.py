@@ -48,12 +48,18 @@ def as_chat(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: str = Field(min_length=1, max_length=200)
+    content: str = Field(min_length=0)  # as for prompts: with a bound no lone surrogates
+
+
 class Chat(BaseModel):
     """A chat completion; what is not here is refused, so that nothing is ignored in silence."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = ""
-    messages: list[dict[str, str]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     max_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -110,7 +116,7 @@ def service(
         if wanted > new_tokens:
             raise HTTPException(422, f"{wanted} new tokens are asked for, at most {new_tokens} are allowed")
         room = min(prompt_tokens, positions - wanted)
-        if sum(len(message.get("content", "")) for message in messages) <= room * CHARACTERS_OF_A_TOKEN:
+        if sum(len(message["content"]) for message in messages) <= room * CHARACTERS_OF_A_TOKEN:
             inputs = encoded(messages)
             if 0 < inputs["input_ids"].shape[1] <= room:
                 return inputs.to(model.device)
@@ -158,7 +164,8 @@ def service(
 
     @app.post("/v1/chat/completions")
     def chat(request: Chat) -> dict[str, object]:
-        inputs, drawn = tokens(request.messages, request.max_tokens), request.temperature > 0
+        messages, drawn = [message.model_dump() for message in request.messages], request.temperature > 0
+        inputs = tokens(messages, request.max_tokens)
         options = {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0} if drawn else {}
         options |= {"max_new_tokens": request.max_tokens, "do_sample": drawn}
         ids, stats = pool.submit(answer, request.user, inputs, **options).result()

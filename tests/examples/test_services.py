@@ -172,8 +172,13 @@ def test_a_service_refuses_what_it_cannot_answer_and_bounds_what_it_keeps(
                 assert (reply.status_code, body) == (422, body)
                 assert reply.json()["detail"]
         message = {"role": "user", "content": "x"}
-        for more in ({"n": 2}, {"stream": True}, {"max_tokens": 65}, {"messages": []}):
-            reply = httpx.post(f"{address}/v1/chat/completions", json={"messages": [message]} | more)
+        wrong: list[dict[str, Any]] = [{"n": 2}, {"stream": True}, {"max_tokens": 65}, {"messages": []}]
+        wrong += [
+            {"messages": [each]} for each in ({"role": "user"}, {"content": "x"}, message | {"content": "\ud800"})
+        ]
+        for more in wrong:
+            body, headers = json.dumps({"messages": [message]} | more), {"content-type": "application/json"}
+            reply = httpx.post(f"{address}/v1/chat/completions", content=body, headers=headers)
             assert (reply.status_code, more) == (422, more)
         for user in ("ada", "grace", "ada", "mary", "emmy", "ada"):
             asked = {"prompt": "x", "user": user, "max_new_tokens": 2}
