@@ -17,7 +17,9 @@ from .forks import cached_property
 TIMED = ("cuda",)
 
 # The types of numbers that the host reads.
-_NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in (torch.int64, torch.float32, torch.bool)}
+_NUMPY = {
+    dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in (torch.int64, torch.float32, torch.bool)
+}
 
 # Seconds of the host's clock, or an event of a device.
 Moment = Any

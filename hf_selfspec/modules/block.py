@@ -76,9 +76,9 @@ class Selector(nn.Module):
     def __init__(self, vocabulary: int, rank: int, candidates: int, width: int) -> None:
         super().__init__()
         self.candidates = min(candidates, vocabulary)
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
         self.hidden_projection = nn.Linear(width, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(self.hidden_projection.weight.new_empty(vocabulary, rank))
+        self.successor_codebook = nn.Parameter(self.hidden_projection.weight.new_empty(vocabulary, rank))
 
     def forward(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Returns scores ``[b, v]`` of logits ``[b, v]``, states ``[b, d]`` and the tokens before the slots ``[b]``."""
@@ -95,8 +95,8 @@ class BlockConvolution(nn.Module):
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
         self.taps, self.group = taps, group
-        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+        self.base_kernel = nn.Parameter(self.kernel_projection.weight.new_empty(2, taps, width))
 
     def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what enters, mixed, and the kernels ``[b, B, taps, d]`` of what leaves; states are ``[b, B, d]``."""

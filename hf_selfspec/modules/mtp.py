@@ -228,7 +228,7 @@ class MtpHead(DraftModule):
                     for parts in [eagle3.get("norms_before_fuse", 0)] * eagle3.get("norms_before_fuse", 0):
                         self.fuse_norm.append(nn.RMSNorm(count * width // parts, layers[0].rms_norm_eps))
                     if "mask_token" in eagle3:
-                        self.mask_state = nn.Parameter(torch.empty(count * width))
+                        self.mask_state = nn.Parameter(norm.weight.new_empty(count * width))
                     norm = nn.Identity() if eagle3["norm_output"] else copy.deepcopy(norm)
                     self.embedding = nn.Embedding(eagle3["vocabulary"], width) if eagle3["own_embedding"] else None
                     self.output = nn.Sequential(norm, FewTokenLinear(width, size, bias=False))

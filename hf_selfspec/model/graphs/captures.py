@@ -155,7 +155,7 @@ class Captured:
                 finally:
                     self._graph.capture_end()
             if self._packed is not None:
-                self._on_host = torch.empty(self._packed.shape, dtype=torch.uint8, pin_memory=True)
+                self._on_host = torch.empty(self._packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _begin(self) -> None:
         """Begins a capture in which work of other threads goes on, and is no part of it. Torch (2.11; 2.13 no longer)
