@@ -87,7 +87,10 @@ def test_blocks_are_what_the_definition_predicts(name: str, inputs: Any, tmp_pat
     settings, tensors = published(tmp_path, model, **CONFIGS[name])
     size = settings["draft_vocab_size"]
     tokens = torch.arange(size) + tensors.get("d2t", torch.zeros(size, dtype=torch.long))
-    predict: Predict = lambda text, drafted: logits_by_hand(model, settings, tensors, text, drafted)  # noqa: E731
+
+    def predict(text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        return logits_by_hand(model, settings, tensors, text, drafted)
+
     check_logits(model, Block(tmp_path), inputs, predict, tokens)
 
 
@@ -258,7 +261,10 @@ def test_drafts_of_eagle_are_what_the_definition_predicts(name: str, inputs: Any
         torch.save(tensors, tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
     tokens = torch.arange(40) + tensors["d2t"]
-    predict: Predict = lambda text, drafted: eagle_by_hand(model, settings, tensors, layers, text, drafted)  # noqa: E731
+
+    def predict(text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        return eagle_by_hand(model, settings, tensors, layers, text, drafted)
+
     source = MTP.from_eagle3(tmp_path, layers if layers == [1, 2, 6] else ())
     source.module.save_pretrained(tmp_path / "saved")
     for each in (source, MTP(tmp_path / "saved")):

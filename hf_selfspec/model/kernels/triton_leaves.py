@@ -11,6 +11,7 @@ import triton.language as tl
 # Normed values are rounded before the product with the weight (Llama), or only after it (GPT-OSS), or after one with a
 # number that is greater by one (Gemma).
 NORMS = (0, 1, 2)
+# Arguments of kernels are pointers and numbers of Triton's, which have no types: so mypy is told to ignore them.
 # How many numbers of a row a program multiplies.
 _BLOCK = 1024
 
