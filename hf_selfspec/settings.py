@@ -215,9 +215,7 @@ class Settings:
         return cls(draft=EarlyExitAdapter(adapter), stop=stop or ConfidenceThreshold(0.6), max_draft=max_draft)
 
     @classmethod
-    def dssd(
-        cls, heads: ExitHeads | StrPath, epsilon: float = 0.9, metric: str | None = None, max_draft: int = 32
-    ) -> Self:
+    def dssd(cls, heads: ExitHeads | StrPath, epsilon: float = 0.9, max_draft: int = 32) -> Self:
         """DSSD: each token is drafted at the first exit head that is sure enough, until none is.
 
         Args:
@@ -225,13 +223,12 @@ class Settings:
             epsilon: the target share of drafted tokens that are accepted, estimated by the heads' calibration with
                 drafts of at most 32 tokens; each ``SelfSpec`` can have its own without a new calibration. (In the
                 paper it is how often single heads are right; of a whole draft, less is accepted.)
-            metric: how confidence is measured, see ``calibrate_exit_heads``; that of the heads by default.
             max_draft: maximum number of tokens in a draft (32 in the paper).
 
         Raises:
             SettingError: there are no such heads, or they do not reach ``epsilon``.
         """
-        return cls(draft=DynamicExit(heads, epsilon, metric), stop=FixedLength(max_draft), max_draft=max_draft)
+        return cls(draft=DynamicExit(heads, epsilon), stop=FixedLength(max_draft), max_draft=max_draft)
 
     @classmethod
     def mtp(cls, head: MtpHead | StrPath | None = None, stop: StopRule | None = None, max_draft: int = 6) -> Self:

@@ -32,6 +32,9 @@ from .patching import Forward, InstanceForwards, shared_change
 # Weights with fewer numbers stay with BLAS: a 344 x 128 one takes 10 to 30 µs, of which the best way would save less
 # than the choice costs; of a 192 x 576 one (46 µs) it saves a third.
 _SMALLEST = 2**16
+# Shapes whose weights have fewer in all do, too: when such a weight is timed again, caches hold it, unlike in a forward
+# (a 4096 x 128 one takes 60 µs then and 131 to 197 otherwise, and another way is the best).
+_FEWEST = 2**21
 # Token counts for which ways are timed; other counts use the way of the next larger one.
 _COUNTS = (1, 2, 3, 4, 8, 16, 32)
 # Those for which the seconds of all linear layers of a model are known before its first draft; others lie on lines.
@@ -138,7 +141,7 @@ def added_seconds(view: ModelView) -> Callable[[int], float] | None:
                 other += weight.numel()
     if torch.is_autocast_enabled("cpu") or sum(len(each) * each[0].numel() for each in alike.values()) <= other:
         return None
-    tuners = [(_fastest if _has_ways(weights[0]) else _usual, weights) for weights in alike.values()]
+    tuners = [(_fastest if _are_timed(weights) else _usual, weights) for weights in alike.values()]
     seconds, slope = list[float](), 0.0
     for before, count in zip((0, *_PRICED), _PRICED, strict=False):
         if slope > _STEEP * sum(seconds[:1]):
@@ -174,6 +177,10 @@ def _has_ways(weight: Any) -> bool:
     return plain and weight.numel() >= _SMALLEST and weight.is_contiguous()
 
 
+def _are_timed(weights: Sequence[torch.Tensor]) -> bool:
+    return _has_ways(weights[0]) and sum(weight.numel() for weight in weights) >= _FEWEST
+
+
 @shared_change
 def few_token_linears(
     forwards: InstanceForwards, model: nn.Module, is_active: Callable[[], bool], view: ModelView | None = None
@@ -192,6 +199,8 @@ def few_token_linears(
             alike[weight.shape][module] = weight
     for layers in alike.values():
         weights = list(layers.values())
+        if not _are_timed(weights):
+            continue
         few_tokens = _few_tokens(weights, is_active)
         # Where none of the ways that were chosen is faster than torch's own, the last layer alone, which all
         # verifications run, chooses for further numbers of tokens.

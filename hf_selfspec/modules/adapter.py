@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..errors import SettingError
 from ..model.attention.interface import MaskSpec, grouped_attention
-from ..model.linear import FewTokenLinear
 from .draft_module import About, DraftModule
 
 
@@ -22,7 +21,6 @@ class Adapter(DraftModule):
         num_heads: attention heads, a divisor of ``d``.
         blocks: ``("attention",)`` as in the paper; with ``"mlp"`` a whole transformer layer, or ``("mlp",)`` alone
             (its Table 2, where both are slower).
-        vocabulary: ``v`` of a head of its own (slower there, too); ``None`` for the model's own head.
         rope_theta: base of the rotary positions, above 0.
         norm_eps: epsilon of the norms, between 0 and 1.
         about: see :class:`DraftModule`.
@@ -39,7 +37,6 @@ class Adapter(DraftModule):
         hidden_size: int,
         num_heads: int,
         blocks: list[str] | tuple[str, ...] = ("attention",),
-        vocabulary: int | None = None,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-6,
         about: About = None,
@@ -66,7 +63,6 @@ class Adapter(DraftModule):
             down = nn.Linear(4 * hidden_size, hidden_size, bias=False)
             nn.init.zeros_(down.weight)
             self.mlp = nn.Sequential(nn.RMSNorm(hidden_size, norm_eps), up, nn.SiLU(), down)
-        self.head = None if vocabulary is None else FewTokenLinear(hidden_size, vocabulary, bias=False)
 
     def forward(
         self,

@@ -1,8 +1,7 @@
 """Exit heads with calibrated thresholds (DSSD §3.2-3.4)."""
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import mean
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,11 @@ from .draft_module import About, DraftModule
 _LONGEST = 32
 
 
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats ``[...]`` of logits ``[..., v]``."""
+def confidence(logits: torch.Tensor) -> torch.Tensor:
+    """The negative entropy in nats ``[...]`` of logits ``[..., v]``, which in the paper told right tokens from wrong
+    ones better than the highest probability and its margin over the next one (DSSD §3.4)."""
     shares = logits.softmax(-1)
-    return -torch.special.xlogy(shares, shares).sum(-1)
-
-
-# The confidence of a distribution, from logits [..., v]; higher is surer, so the entropy is negated.
-METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "entropy": lambda logits: -entropy(logits),
-    "probability": lambda logits: logits.softmax(-1).amax(-1),
-    "margin": lambda logits: -logits.softmax(-1).topk(2, -1).values.diff()[..., 0],
-}
+    return torch.special.xlogy(shares, shares).sum(-1)
 
 
 def default_layers(num_layers: int, heads: int) -> list[int]:
@@ -81,49 +73,42 @@ class ExitHeads(DraftModule):
         return module(states.to(next(module.parameters()).dtype))
 
     @property
-    def metric(self) -> str:
-        return str(self.calibration["metric"])
-
-    @property
     def calibration(self) -> dict[str, Any]:
         calibration = self.about.get("calibration")
         if not calibration:
             raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
         return dict(calibration)
 
-    def draft_thresholds(self, epsilon: float, metric: str | None = None) -> list[float]:
+    def draft_thresholds(self, epsilon: float) -> list[float]:
         """For each head the least confidence at which drafted tokens were accepted often enough, infinite if never.
 
         A draft is accepted up to its first wrong token, so this is stricter than each head being right as often. Raises
         if the rate ``epsilon`` was never reached.
         """
         check_share("epsilon", epsilon, zero=False, one=True)
-        thresholds, rates = self._calibrated(metric)
+        thresholds, rates = self._calibrated()
         enough = np.flatnonzero(rates >= epsilon - 1e-9)
         if not len(enough):
             raise SettingError(
                 f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
-                f"{self.reached(metric)} of what they drafted was accepted. Ask for less, fit them on more text, or "
+                f"{self.reached()} of what they drafted was accepted. Ask for less, fit them on more text, or "
                 "calibrate them on text that is closer to what they are used for."
             )
         return np.nan_to_num(thresholds[:, enough[0]], nan=math.inf).tolist()
 
-    def reached(self, metric: str | None = None) -> float:
+    def reached(self) -> float:
         """The highest acceptance rate that drafts had, 0 where no head was ever sure enough to draft."""
-        return math.floor(1000 * self._calibrated(metric)[1].max()) / 1000
+        return math.floor(1000 * self._calibrated()[1].max()) / 1000
 
     def figures(self) -> dict[str, float]:
         """The model card's lines about the calibration."""
-        means = {f"ROC AUC of {name}": round(auc, 4) for name, auc in _mean_auc(self.calibration["auc"]).items()}
-        return means | {"drafts accepted at best": self.reached()}
+        return {"drafts accepted at best": self.reached()}
 
-    def _calibrated(self, metric: str | None) -> tuple[np.ndarray, np.ndarray]:
+    def _calibrated(self) -> tuple[np.ndarray, np.ndarray]:
         """The thresholds ``[K, n]``, NaN for none, and the acceptance rates ``[n]`` that drafts had with them."""
-        check_metric("exit heads", metric)
         calibration = self.calibration
         try:
-            name = metric or calibration["metric"]
-            tables = calibration["thresholds"][name], calibration["acceptance"][name]
+            tables = calibration["thresholds"], calibration["acceptance"]
             thresholds, rates = (np.array(table, dtype=float) for table in tables)
             if thresholds.shape != (len(self.layers), len(rates)):
                 raise ValueError(f"thresholds of the shape {thresholds.shape}")
@@ -135,29 +120,16 @@ class ExitHeads(DraftModule):
         return thresholds, np.nan_to_num(rates)
 
 
-def check_metric(name: str, metric: str | None) -> None:
-    """Raises if there is no such metric of confidence."""
-    if metric is not None and (not isinstance(metric, str) or metric not in METRICS):
-        raise SettingError(f"{name}(metric) must be one of {sorted(METRICS)} or None, got {metric!r}.")
+# What heads predict along one text: their confidence [K, n], and whether they are right [K, n].
+Predictions = tuple[torch.Tensor, torch.Tensor]
 
 
-# What heads predict along one text: by metric the confidence [K, n], and whether they are right [K, n].
-Predictions = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float], metric: str | None = None) -> dict[str, Any]:
-    """Finds ``thresholds`` ``[K][epsilons]``, ``acceptance`` ``[epsilons]`` and ``auc`` ``[K]`` (DSSD §3.4.1)."""
-    right = torch.cat([right for _, right in texts], 1)
-    tables: dict[str, dict[str, Any]] = {"thresholds": {}, "acceptance": {}, "auc": {}}
-    for name in METRICS:
-        pairs = list(zip(torch.cat([sure[name] for sure, _ in texts], 1), right, strict=True))
-        thresholds = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in pairs]
-        tables["thresholds"][name] = thresholds
-        tables["acceptance"][name] = [_acceptance(texts, name, limits) for limits in zip(*thresholds, strict=True)]
-        tables["auc"][name] = [_roc_auc(*pair) for pair in pairs]
-    means = _mean_auc(tables["auc"])
-    chosen = metric or max(METRICS, key=lambda name: means.get(name, 0.0))
-    return {"epsilons": list(epsilons), "tokens": right.shape[1], "metric": chosen, **tables}
+def calibrate(texts: Sequence[Predictions], epsilons: Sequence[float]) -> dict[str, Any]:
+    """Finds ``thresholds`` ``[K][epsilons]`` and ``acceptance`` ``[epsilons]`` (DSSD §3.4.1)."""
+    sure, right = (torch.cat(each, 1) for each in zip(*texts, strict=True))
+    thresholds = [[threshold(*pair, epsilon) for epsilon in epsilons] for pair in zip(sure, right, strict=True)]
+    acceptance = [_acceptance(texts, limits) for limits in zip(*thresholds, strict=True)]
+    return {"epsilons": list(epsilons), "tokens": right.shape[1], "thresholds": thresholds, "acceptance": acceptance}
 
 
 def threshold(sure: torch.Tensor, right: torch.Tensor, epsilon: float) -> float | None:
@@ -185,26 +157,13 @@ def _drafts(sure: list[bool], right: list[bool]) -> tuple[int, int]:
     return drafted, accepted
 
 
-def _roc_auc(sure: torch.Tensor, right: torch.Tensor) -> float | None:
-    """How often a right token is surer than a wrong one; ``None`` if all are right, or all wrong."""
-    from sklearn.metrics import roc_auc_score  # takes a second to import
-
-    labels = right.bool().tolist()
-    return float(roc_auc_score(labels, sure.tolist())) if len(set(labels)) == 2 else None
-
-
-def _mean_auc(auc: dict[str, list[float | None]]) -> dict[str, float]:
-    defined = {name: [value for value in values if value is not None] for name, values in auc.items()}
-    return {name: mean(values) for name, values in defined.items() if values}
-
-
-def _acceptance(texts: Sequence[Predictions], metric: str, limits: Sequence[float | None]) -> float | None:
+def _acceptance(texts: Sequence[Predictions], limits: Sequence[float | None]) -> float | None:
     """Acceptance rate, had the texts been drafted with these thresholds; ``None`` where nothing would be."""
     finite = [math.inf if limit is None else limit for limit in limits]
     bounds = torch.tensor(finite, device="cpu", dtype=torch.float32)[:, None]
     drafted = accepted = 0
-    for confidence, is_right in texts:
-        sure = confidence[metric] >= bounds
+    for confidences, is_right in texts:
+        sure = confidences >= bounds
         right = is_right.bool().gather(0, sure.byte().argmax(0, keepdim=True))[0]  # of the first head that is sure
         in_text, kept = _drafts(sure.any(0).tolist(), right.tolist())
         drafted, accepted = drafted + in_text, accepted + kept

@@ -23,8 +23,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
         blocks: blocks of the adapter, see :class:`Adapter`.
         num_heads: number of its attention heads; the model's by default.
-        own_head: whether the adapter has a head of its own, which starts with the weights of the model's (without its
-            bias, scale or soft-cap).
         block_size: tokens of a row.
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging, checkpoints); one epoch at
             1e-3 without checkpoints by default. ``resume_from_checkpoint`` continues a fit of the same settings from
@@ -44,7 +42,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
     exit_layer: int | None = None
     blocks: Sequence[str] = ("attention",)
     num_heads: int | None = None
-    own_head: bool = False
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2
@@ -54,8 +51,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
 
     def module(self, frozen: FrozenModel) -> Adapter:
         adapter = super().module(frozen)
-        if adapter.head is not None:
-            frozen.copy_head(adapter.head)
         frozen.imitate_norm(adapter.norm, adapter.exit_layer)
         return adapter
 
@@ -67,19 +62,13 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
 
     def recipe(self, module: Adapter) -> dict[str, Any]:
         shape = {"blocks": ", ".join(self.blocks), "heads": module.num_heads}
-        return {"exit layer": module.exit_layer, **shape, "own head": self.own_head}
+        return {"exit layer": module.exit_layer, **shape}
 
     def made(self, config: Any) -> Adapter:
         width, most = config.hidden_size, config.num_attention_heads
         usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
-        return Adapter(
-            self.exit_layers(config)[0],
-            width,
-            self.num_heads or usual,
-            tuple(self.blocks),
-            config.vocab_size if self.own_head else None,
-            **_settings_of(config),
-        )
+        layer, heads = self.exit_layers(config)[0], self.num_heads or usual
+        return Adapter(layer, width, heads, tuple(self.blocks), **_settings_of(config))
 
 
 fit_adapter = as_function(AdapterFit)
@@ -88,9 +77,7 @@ fit_adapter = as_function(AdapterFit)
 def _per_token(metric: Metric, module: Adapter, frozen: FrozenModel, states: HiddenStates) -> torch.Tensor:
     """``[b s]`` the values of a metric, from the draft's logits and those of the whole model."""
     hidden, final = module(states[f"states_{module.exit_layer}"]), states["final"]
-    if module.head is None:
-        return frozen.per_token(metric, frozen.own_head, hidden.to(final.dtype), final)
-    return frozen.per_token(metric, module.head, hidden, final)
+    return frozen.per_token(metric, frozen.own_head, hidden.to(final.dtype), final)
 
 
 def _settings_of(config: Any) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class FrozenModel:
         if weight is None or weight.shape != linear.weight.shape:
             raise UnsupportedModelError(
                 f"{self.anatomy.model_name} has no output head of the shape {tuple(linear.weight.shape)} that could be "
-                "copied: leave copied=True or own_head=True out."
+                "copied: leave copied=True out."
             )
         linear.weight.copy_(weight)
 

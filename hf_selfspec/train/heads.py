@@ -15,7 +15,7 @@ from ..errors import SettingError
 from ..model.anatomy import causal_lm
 from ..model.fingerprint import Fingerprint
 from ..modules.draft_module import module_of
-from ..modules.heads import METRICS, ExitHeads, Predictions, calibrate, check_metric, default_layers
+from ..modules.heads import ExitHeads, Predictions, calibrate, confidence, default_layers
 from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
 from .exits import FrozenModel, HiddenStates, Metric, agreement
 from .fit import TrainedFit, as_function, check_length, saved
@@ -43,7 +43,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         copied: whether heads start with the weights of the model's own norm and head (without its bias, scale or
             soft-cap); they start at random by default, which the paper found to be better after long fits
             (copies stay over-confident).
-        metric, epsilons: see :func:`calibrate_exit_heads`.
+        epsilons: see :func:`calibrate_exit_heads`.
 
     Returns:
         The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued if they reach none of the accuracies.
@@ -57,14 +57,13 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
     num_heads: int = _USUAL_HEADS
     rank: int | None = None
     copied: bool = False
-    metric: str | None = None
     epsilons: Sequence[float] = _EPSILONS
 
     def check(self) -> None:
         super().check()
         name = self.function
         check_flag(f"{name}(copied)", self.copied)
-        _check(name, self.metric, self.epsilons, self.block_size)
+        _check(name, self.epsilons, self.block_size)
         check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
         if (self.layers is not None and self.num_heads != _USUAL_HEADS) or (self.copied and self.rank is not None):
             raise SettingError(f"{name} takes layers or num_heads, not both, and copied=True or a rank, not both.")
@@ -111,7 +110,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         return {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
 
     def finish(self, module: ExitHeads, frozen: FrozenModel, held_out: torch.Tensor) -> None:
-        _calibrate(self.function, module, frozen, held_out, self.epsilons, self.metric)
+        _calibrate(self.function, module, frozen, held_out, self.epsilons)
 
 
 fit_exit_heads = as_function(HeadsFit)
@@ -123,7 +122,6 @@ def calibrate_exit_heads(
     tokenizer: Tokenizer,
     dataset: Iterable[Any],
     *,
-    metric: str | None = None,
     epsilons: Sequence[float] = _EPSILONS,
     block_size: int = 256,
     output_dir: StrPath | None = None,
@@ -136,8 +134,6 @@ def calibrate_exit_heads(
         heads: heads that were fitted to the model, or the folder or Hub repository that holds them; they do not change.
         model, tokenizer: see :func:`fit_adapter`.
         dataset: texts like those that will be generated, of which the first 64 rows are used.
-        metric: how confidence is measured by default, ``"entropy"`` (the paper's best), ``"probability"`` or
-            ``"margin"``; ``None`` for the one with the highest mean ROC AUC. Thresholds are kept for all three.
         epsilons: accuracies for which thresholds are kept, in increasing order.
         block_size: tokens of a row.
         output_dir: folder in which the heads are saved.
@@ -152,18 +148,17 @@ def calibrate_exit_heads(
     inner = causal_lm(model, name)
     check_length(name, block_size, inner.config.get_text_config(decoder=True))
     rows = packed(tokenizer, dataset, block_size, name)[:MOST_HELD_OUT]
-    _check(name, metric, epsilons, block_size)
+    _check(name, epsilons, block_size)
     _, loaded = module_of(f"{name}(heads)", heads, ExitHeads)
     loaded.check(lambda: Fingerprint.of_decoder(inner))
     frozen = FrozenModel(inner, loaded.layers)
     calibrated = copy.deepcopy(loaded.on(frozen.device)).eval()
     with frozen.frozen():
-        _calibrate(name, calibrated, frozen, rows, epsilons, metric)
+        _calibrate(name, calibrated, frozen, rows, epsilons)
     return saved(calibrated, calibrated.about, output_dir)
 
 
-def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size: int) -> None:
-    check_metric(name, metric)
+def _check(name: str, epsilons: Sequence[float], block_size: int) -> None:
     if block_size < 2:
         raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: give at least 2.")
     for epsilon in epsilons:
@@ -172,10 +167,8 @@ def _check(name: str, metric: str | None, epsilons: Sequence[float], block_size:
         raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(epsilons)!r}.")
 
 
-def _calibrate(
-    name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float], metric: str | None
-) -> None:
-    calibration = calibrate(_predictions(frozen, heads, rows), epsilons, metric)
+def _calibrate(name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float]) -> None:
+    calibration = calibrate(_predictions(frozen, heads, rows), epsilons)
     heads.about = heads.about | {"calibration": calibration}
     heads.about = heads.about | {"figures": (heads.about.get("figures") or {}) | heads.figures()}
     if (rate := heads.reached()) < epsilons[0]:
@@ -204,7 +197,7 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, rows: torch.Tensor) -> l
     """What the heads predict along the model's own continuation of each row's beginning."""
 
     def metrics(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        return torch.stack([agreement(drafted, teacher), *(metric(drafted) for metric in METRICS.values())], -1)
+        return torch.stack([agreement(drafted, teacher), confidence(drafted)], -1)
 
     length = max(1, rows.shape[1] // _PARTS)
     settings, predictions = one_text_each(rows.shape[1] - length), []
@@ -213,6 +206,6 @@ def _predictions(frozen: FrozenModel, heads: ExitHeads, rows: torch.Tensor) -> l
     for ids in texts:
         states = frozen.hidden_states(torch.tensor([ids], device=frozen.device))
         values = [_per_token(metrics, frozen, heads, head, states) for head in range(len(heads.layers))]
-        right, *sure = torch.stack(values)[:, length - 1 : -1].cpu().unbind(-1)
-        predictions.append((dict(zip(METRICS, sure, strict=True)), right))
+        right, sure = torch.stack(values)[:, length - 1 : -1].cpu().unbind(-1)
+        predictions.append((sure, right))
     return predictions

@@ -50,7 +50,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "exits": ("--model {model} --repeats 1 --prompts 1 --tokens 40", ("| SelfSpec.layerskip(), E = ",)),
     "exits, by exit": ("--model {model} --prompts 1 --tokens 8 --by-exit", ("| plain |",)),
     "stops": (f"{FITTED} --files 2", ("| AdaSPEED with the probe |",)),
-    "adapters": (f"{FITTED} --files 2", ("| exit alone (LayerSkip) |",)),
     "parts": (
         "--model {model} --text {folder}/answers.jsonl --data {tasks} --prompts 1 --tokens 8 --exit-layer 2 --rank 4 "
         "--block-size 32 --out {folder}/fitted",
@@ -75,7 +74,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 LIBRARIES = {"grammar": "xgrammar", "lora_layerskip": "trl", "grpo_rollouts": "trl"}
 # Those that take longer than a few seconds.
 SLOW = {
-    "adapters", "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
+    "engine", "exits", "finetune_task", "finetune_task, gsm8k", "finetune_task, lora", "gpu",
     "grammar", "heads", "known_answer", "parts", "stops", "train_demo_model", "training", "windows",
 }  # fmt: skip
 

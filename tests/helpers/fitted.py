@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from helpers.models import VOCABULARY
 from hf_selfspec import Adapter, ExitHeads
-from hf_selfspec.modules.heads import METRICS
+from hf_selfspec.modules.heads import confidence
 from hf_selfspec.modules.linear_probe import LinearProbe
 from hf_selfspec.modules.mtp import MtpHead
 from hf_selfspec.train.fit import USUAL_ARGUMENTS
@@ -71,18 +71,14 @@ def heads_of(model: PreTrainedModel, share: float, layers: tuple[int, ...] = LAY
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
         said = [heads.logits(k, states[layer]).float() for k, layer in enumerate(layers)]
-    found = {
-        name: [[torch.quantile(metric(logits).flatten(), 1 - share).item()] for logits in said]
-        for name, metric in METRICS.items()
-    }
+    found = [[torch.quantile(confidence(logits).flatten(), 1 - share).item()] for logits in said]
     heads.about = {"calibration": calibrated(found)}
     return heads.eval()
 
 
-def calibrated(thresholds: dict[str, list[list[float]]], rate: float = 0.9) -> dict[str, Any]:
+def calibrated(thresholds: list[list[float]], rate: float = 0.9) -> dict[str, Any]:
     """As after a calibration for one accuracy, 0.9, that drafts reach, too, or something else."""
-    acceptance = {metric: [rate] for metric in thresholds}
-    return {"metric": "entropy", "epsilons": [0.9], "thresholds": thresholds, "acceptance": acceptance}
+    return {"epsilons": [0.9], "thresholds": thresholds, "acceptance": [rate]}
 
 
 def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0, state_layers: tuple[int, ...] = ()) -> MtpHead:

@@ -73,9 +73,11 @@ class Machine:
     def small_linears_have_ways(self) -> None:
         """Linear layers of any size have several ways to multiply."""
         self._set(linear, "_SMALLEST", 1)
+        self._set(linear, "_FEWEST", 1)
 
-    def linears_choose_by(self, fastest: LinearAutotuner) -> None:
-        """In place of what has chosen for this process so far."""
+    def linears_choose_by(self, fastest: LinearAutotuner, fewest: int = 1) -> None:
+        """In place of what has chosen for this process so far, where layers of a shape have so many weights in all."""
+        self._set(linear, "_FEWEST", fewest)
         for name in ("_fastest", "_usual"):
             self._set(linear, name, fastest)
 

@@ -149,6 +149,15 @@ def test_large_plain_float32_linears_are_served(layer: torch.nn.Linear, expected
     assert is_served(layer) is expected
 
 
+def test_weights_that_caches_hold_are_not_timed(machine: Machine) -> None:
+    """Where all weights of a shape are few, a way that is fast when it is timed need not be in a forward."""
+    ways = FakeMachine(one=lambda n: 2.0, many=lambda n: 1.0)
+    machine.linears_choose_by(ways.fastest, fewest=2 * 800 * 700)
+    assert wrapped(torch.nn.Linear(**LARGE)) == []
+    assert len(wrapped(torch.nn.Sequential(*(torch.nn.Linear(**LARGE) for _ in range(2))))) == 2
+
+
+@pytest.mark.machine("small_linears_have_ways")
 @pytest.mark.parametrize("shape", [(800,), (3, 800), (2, 4, 800), (1, 0, 800), (2, 40, 800)])
 def test_layers_over_few_tokens(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's and our own are linear layers; the other ways serve few tokens without gradients alone."""

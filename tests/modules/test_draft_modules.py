@@ -105,9 +105,8 @@ CASES: list[tuple[type[DraftModule], tuple[str, ...], Any, str]] = [
     (LinearProbe, ("exit_layer",), None, "cut short or changed"),
     # These are read before anything is generated.
     (ExitHeads, ("about", "calibration", "thresholds"), {}, NOT_CALIBRATED),
-    (ExitHeads, ("about", "calibration", "thresholds"), {"entropy": [["x"]]}, NOT_CALIBRATED),
+    (ExitHeads, ("about", "calibration", "thresholds"), [["x"]], NOT_CALIBRATED),
     (ExitHeads, ("about", "calibration", "acceptance"), 3, NOT_CALIBRATED),
-    (ExitHeads, ("about", "calibration", "metric"), None, NOT_CALIBRATED),
     (Adapter, ("about", "fingerprint", "num_layers"), "6", "a whole number"),
 ]
 

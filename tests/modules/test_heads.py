@@ -33,36 +33,28 @@ from hf_selfspec.model import head
 from hf_selfspec.model.head import HeadRows
 from hf_selfspec.model.linear import FewTokenLinear
 from hf_selfspec.modules.draft_module import about
-from hf_selfspec.modules.heads import METRICS, ExitHeads, Predictions, calibrate, default_layers
+from hf_selfspec.modules.heads import ExitHeads, Predictions, calibrate, confidence, default_layers
 
 # Exit heads ----------------------------------------------------------------------------------------------------------
 
 
 def test_calibrations() -> None:
     texts: list[Predictions] = [
-        ({name: torch.tensor(sure) for name in METRICS}, torch.tensor(right).float())
+        (torch.tensor(sure), torch.tensor(right).float())
         for sure, right in (
             ([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]], [[0, 1, 1], [0, 0, 0]]),
             ([[0.0, 1.0], [0.0, 1.0]], [[0, 0], [0, 0]]),
         )
     ]
-    texts[0][0]["entropy"] = -texts[0][0]["entropy"]
     calibration = calibrate(texts, [0.4, 0.5, 0.9])
     assert calibration["tokens"] == 5
-    assert calibration["thresholds"]["margin"] == [[0.0, 1.0, 2.0], [None, None, None]]
-    assert calibration["thresholds"]["entropy"] == [[-3.0, None, None], [None, None, None]]
-    assert calibration["auc"] == {"entropy": [0.0, None], "probability": [1.0, None], "margin": [1.0, None]}
+    assert calibration["thresholds"] == [[0.0, 1.0, 2.0], [None, None, None]]
     # First tokens come with the prompts, so three are drafted, or two.
-    assert calibration["acceptance"]["margin"] == calibration["acceptance"]["probability"] == [2 / 3, 2 / 3, 1.0]
-    assert calibration["acceptance"]["entropy"] == [2 / 3, None, None]
-    assert calibration["metric"] == "probability"  # the first of those that tell best
+    assert calibration["acceptance"] == [2 / 3, 2 / 3, 1.0]
+    assert calibrate([(-sure, right) for sure, right in texts], [0.4, 0.5])["acceptance"] == [2 / 3, None]
     heads = ExitHeads([1, 2], 8, 5, about={"calibration": calibration})
     assert heads.draft_thresholds(0.6) == [0.0, math.inf]
     assert heads.draft_thresholds(0.7) == [2.0, math.inf]
-    with pytest.raises(SettingError, match=r"epsilon=0\.7 is more than these exit heads reach: .* at best 0\.666 of"):
-        heads.draft_thresholds(0.7, "entropy")
-    with pytest.raises(SettingError, match="must be one of"):
-        heads.draft_thresholds(0.5, "variance")
     assert default_layers(24, 4) == [4, 9, 14, 19]  # DSSD's own for 24 layers
     assert default_layers(4, 4) == [1, 2, 3]
 
@@ -83,9 +75,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         setattr(model.generation_config, name, value)
     before = model.generation_config
     with attach(model, SelfSpec.lookup()) as attached:
-        found = calibrate_exit_heads(
-            heads, model, None, texts, metric="entropy", epsilons=epsilons, block_size=32, output_dir=tmp_path
-        )
+        found = calibrate_exit_heads(heads, model, None, texts, epsilons=epsilons, block_size=32, output_dir=tmp_path)
     assert attached.stats is None
     assert model.generation_config is before
     calibration = found.about["calibration"]
@@ -96,10 +86,10 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         for number, layer in enumerate(LAYERS):
             states = torch.cat([output.hidden_states[layer][0, 7:-1] for output in outputs])
             logits = heads.logits(number, states)
-            sure, right = METRICS["entropy"](logits), (logits.argmax(-1) == own).float()
+            sure, right = confidence(logits), (logits.argmax(-1) == own).float()
             enough = [[one for one in sure.unique() if right[sure >= one].mean() >= epsilon] for epsilon in epsilons]
             expected = [min(values).item() if values else None for values in enough]
-            assert calibration["thresholds"]["entropy"][number] == pytest.approx(expected, abs=1e-5)
+            assert calibration["thresholds"][number] == pytest.approx(expected, abs=1e-5)
     assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
     assert ExitHeads.load(tmp_path).about == found.about
 
@@ -117,7 +107,7 @@ def fitted(model: Any, folder: Path, told: str = "", **options: Any) -> ExitHead
 def test_fits_of_exit_heads(tmp_path: Path) -> None:
     model: LlamaForCausalLM = tiny_llama(factor=1.5)
     before = weights(model)
-    heads = fitted(model, tmp_path, num_heads=2, max_steps=40, learning_rate=2e-2, output_dir=tmp_path)
+    heads = fitted(model, tmp_path, num_heads=2, max_steps=80, learning_rate=2e-2, output_dir=tmp_path)
     assert heads.layers == (2, 4)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     figures, calibration = heads.about["figures"], heads.about["calibration"]
@@ -125,7 +115,7 @@ def test_fits_of_exit_heads(tmp_path: Path) -> None:
     assert heads.figures().items() <= figures.items()
     assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
     assert ExitHeads.load(tmp_path).about == heads.about
-    reached = [rate for rate in calibration["acceptance"][heads.metric] if rate is not None]
+    reached = [rate for rate in calibration["acceptance"] if rate is not None]
     assert figures["drafts accepted at best"] == pytest.approx(max(reached), abs=1e-3)
     check_lossless(model, SelfSpec.dssd(tmp_path, max(reached)), 8)
     # After few steps, with few parameters.
@@ -171,7 +161,6 @@ def test_mistakes_about_exit_heads(tmp_path: Path) -> None:
         (lambda: calibrate_again(other), SettingError, "was fitted to|were fitted to"),
         (lambda: calibrate_again(heads, 1), SettingError, "leaves the model nothing to write"),
         (lambda: calibrate_again(tmp_path / "none"), SettingError, "there is no saved part"),
-        (lambda: fit(metric="variance"), SettingError, "must be one of"),
         (lambda: fit(epsilons=[0.9, 0.5]), SettingError, "must be in increasing order"),
         (lambda: fit(3), SettingError, "none can be held out"),
     ):

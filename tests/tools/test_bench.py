@@ -110,6 +110,7 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
         found.plot()
 
 
+@pytest.mark.machine("small_linears_have_ways")
 def test_the_order_rotates(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
     """A ``SelfSpec`` lasts over the stream: it drafts nearly all of the answer that it has given before. The linear
     layers of one run in calls of ``plain-linears``, too."""

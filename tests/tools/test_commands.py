@@ -118,8 +118,8 @@ def test_audit(model: str, place: Path, capsys: pytest.CaptureFixture[str], monk
 @pytest.mark.parametrize(
     ("kind", "options", "spec", "size"),
     [
-        ("adapter", "--exit-layer 2 --blocks mlp --own-head --bf16", SelfSpec.kangaroo, 128 + 64 * (512 + 4096)),
-        ("heads", "--layers 1,3 --rank 4 --metric margin", None, 2 * (64 + 4 * (64 + 4096))),
+        ("adapter", "--exit-layer 2 --blocks mlp --bf16", SelfSpec.kangaroo, 128 + 64 * 512),
+        ("heads", "--layers 1,3 --rank 4", None, 2 * (64 + 4 * (64 + 4096))),
         ("probe", "--exit-layer 3", lambda out: SelfSpec.adaspeed(probe=out), 65),
         ("head", "--size 16", lambda out: SelfSpec(EarlyExit(2, out)), 16),
     ],
@@ -135,7 +135,7 @@ def test_fits(
     assert kind == "head" or "\nsteps                            2\n" in told
     if kind == "heads":
         heads = ExitHeads.load(tmp_path / "out")
-        assert (heads.layers, heads.metric) == ((1, 3), "margin")
+        assert heads.layers == (1, 3)
     else:
         check_lossless(AutoModelForCausalLM.from_pretrained(model), spec(tmp_path / "out"), 8)
 

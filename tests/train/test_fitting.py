@@ -60,7 +60,7 @@ def test_a_fit_of_an_adapter_learns_and_leaves_the_model_as_it_was(tmp_path: Pat
     assert (model.training, adapter.training, args.n_gpu) == (True, False, 2)
     figures, recipe = adapter.about["figures"], adapter.about["recipe"]
     assert figures["last loss"] < figures["first loss"] - 0.01
-    kept = {"exit layer": 2, "blocks": "attention", "heads": 4, "own head": False, "tokens": 57 * 32}
+    kept = {"exit layer": 2, "blocks": "attention", "heads": 4, "tokens": 57 * 32}
     assert {name: value for name, value in recipe.items() if name != "steps"} == kept
     ids = ids_of(rows()[:30])
     assert loss_of(model, adapter, ids) < loss_of(model, adapter_fit(model, args=arguments(tmp_path, max_steps=1)), ids)
@@ -211,28 +211,6 @@ def test_an_adapter_sees_the_whole_text_of_each_row(chunk: int | None, others: b
                     expected = model.lm_head(adapter(states))[0, -1]
                 compared += torch.allclose(logits[row], expected, rtol=1e-3, atol=1e-4)
         assert compared > 3
-
-
-def test_an_adapter_with_a_head_of_its_own(tmp_path: Path) -> None:
-    """It begins as the exit itself, learns all of its weights, and drafts with its own head."""
-    model: LlamaForCausalLM = tiny_llama(4, factor=2.0)
-    fresh, learned = (
-        adapter_fit(
-            model, own_head=True, output_dir=tmp_path, args=arguments(tmp_path, max_steps=4, learning_rate=rate)
-        )
-        for rate in (1e-9, 1e-2)
-    )
-    with torch.no_grad():
-        states = model(ids_of(rows(1)), output_hidden_states=True).hidden_states[EXIT]
-        torch.testing.assert_close(
-            fresh.head(fresh(states)), model.lm_head(model.model.norm(states)), atol=1e-3, rtol=1e-3
-        )
-    assert not torch.allclose(learned.head.weight, model.lm_head.weight, atol=1e-3)
-    check_lossless(model, SelfSpec.kangaroo(tmp_path, rule := Recording()), 8)
-    with torch.no_grad():
-        for text, logits, _ in rule.calls[:5]:
-            states = model(text[:, :-1], output_hidden_states=True).hidden_states[EXIT]
-            torch.testing.assert_close(logits, learned.head(learned(states))[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_fitted() -> None:

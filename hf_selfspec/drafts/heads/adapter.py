@@ -60,17 +60,9 @@ class AdapterDraft(StatesDraft):
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         self.take_in(text)
         entries = cursors.minus(RowNumbers([first - 1 for first in self._first_slot]))
-        if self._adapter.head is None:
-            run = ForwardPass(self.plan, head_input_fn=lambda states: self._adapted(states, entries).to(states.dtype))
-            step = self.target.step(feed, cursors, run)
-            logits, states = step.logits, step.exit_state
-        else:
-            run = ForwardPass(self.target.full_plan, stop=self._adapter.exit_layer)
-            states = self.target.step(feed, cursors, run).captured
-            assert states is not None
-            head = self._adapter.on(states.device).head
-            assert head is not None
-            logits = head(self._adapted(states, entries))
+        run = ForwardPass(self.plan, head_input_fn=lambda states: self._adapted(states, entries).to(states.dtype))
+        step = self.target.step(feed, cursors, run)
+        logits, states = step.logits, step.exit_state
         assert logits is not None
         assert states is not None
         return DraftStep(logits[:, -1], states[:, -1], states)

@@ -15,7 +15,7 @@ from ...model.anatomy import Anatomy
 from ...model.forward_pass import ForwardPass
 from ...model.plan import LayerPlan
 from ...model.transfer import RowNumbers, upload
-from ...modules.heads import METRICS, ExitHeads
+from ...modules.heads import ExitHeads, confidence
 from ...stats import GenerationStats
 from ...validation import StrPath, check_share
 from ..growing import DraftStep
@@ -34,7 +34,6 @@ class DynamicExit(FittedExit[ExitHeads]):
         heads: exit heads with thresholds, or the folder or Hub repository that holds them, see ``fit_exit_heads``.
         epsilon: the target share of drafted tokens that are accepted. (In DSSD it is how often each
             head has to be right; of a draft of several tokens less than that is accepted.)
-        metric: how confidence is measured, ``None`` for the metric that the heads were calibrated with.
 
     Raises:
         SettingError, SettingTypeError: there are no such heads, or they do not reach ``epsilon``.
@@ -42,12 +41,11 @@ class DynamicExit(FittedExit[ExitHeads]):
 
     heads: ExitHeads | StrPath
     epsilon: float = 0.9
-    metric: str | None = None
 
     def __post_init__(self) -> None:
         check_share("DynamicExit(epsilon)", self.epsilon, zero=False, one=True)
         self._load("heads", ExitHeads)
-        object.__setattr__(self, "_thresholds", self.module.draft_thresholds(self.epsilon, self.metric))
+        object.__setattr__(self, "_thresholds", self.module.draft_thresholds(self.epsilon))
 
     @property
     def thresholds(self) -> list[float]:
@@ -84,7 +82,6 @@ class HeadsDraft(PlanDrafter):
         super().__init__(session, plan)
         self.heads = settings.module
         self._thresholds = settings.thresholds
-        self._sure = METRICS[settings.metric or settings.module.metric]
         self._bounds = (0, *settings.module.layers)
         self._level_of = {layer: level for level, layer in enumerate(self._bounds)}
         # For each token of the draft: ids [b, 1], the state that enters the layer it has reached, and that layer.
@@ -129,7 +126,7 @@ class HeadsDraft(PlanDrafter):
                 stays = upload(decided, exit_logits.device)[:, None]
                 logits = torch.where(stays, logits.to(exit_logits.device), exit_logits)
                 state = torch.where(stays, state.to(here.device), here)
-            sure = (self._sure(exit_logits) >= self._thresholds[level - 1]).tolist()
+            sure = (confidence(exit_logits) >= self._thresholds[level - 1]).tolist()
             before, decided = decided, [now or earlier for now, earlier in zip(sure, decided, strict=True)]
             if fresh := sum(decided) - sum(before):
                 self.exits[self._bounds[level]] += fresh

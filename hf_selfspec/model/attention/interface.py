@@ -301,19 +301,22 @@ def grouped_attention(
         of_lines = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=group > 1)
         line = of_lines(query, key, value, attn_mask=causal_lower_right(s, key.shape[2]))
         return line.transpose(1, 2).contiguous(), None
-    # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
-    # would be as large again for each of them.
-    together = group if s <= _FEW else 1
-    queries = query.reshape(b, k, group // together, together * s, h)
-    is_split = spec.is_fixed and together == group
-    if is_split and attention_mask is not None and (parts := parts_for(queries[:, :, 0], key)) > 1:
-        masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
-        output = attention_in_parts(queries[:, :, 0], key, value, masks, scaling)
-    else:
+    if s > _FEW:
+        # Of many queries, as in a prompt that is continued, the heads of a group go through one after another: the mask
+        # would be as large again for each of them.
         if attention_mask is not None:
-            attention_mask = spec.for_groups(attention_mask, together, query.dtype)
-        outputs = [sdpa(part, key, value, attention_mask, scaling) for part in queries.unbind(2)]
-        output = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=2)
+            attention_mask = spec.for_groups(attention_mask, 1, query.dtype)
+        parts_of = query.reshape(b, k, group, s, h).unbind(2)
+        output = torch.stack([sdpa(part, key, value, attention_mask, scaling) for part in parts_of], dim=2)
+    else:
+        queries = query.reshape(b, k, group * s, h)
+        if attention_mask is None:
+            output = sdpa(queries, key, value, None, scaling)
+        elif spec.is_fixed and (parts := parts_for(queries, key)) > 1:
+            masks = spec.for_groups(attention_mask, group, query.dtype, k, parts)
+            output = attention_in_parts(queries, key, value, masks, scaling)
+        else:
+            output = sdpa(queries, key, value, spec.for_groups(attention_mask, group, query.dtype), scaling)
     if s == 1:
         return output.reshape(b, 1, heads, -1), None
     return output.reshape(b, heads, s, value.shape[-1]).transpose(1, 2).contiguous(), None

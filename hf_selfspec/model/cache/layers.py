@@ -14,7 +14,6 @@ from ..graphs.captures import ChangingNumber
 from ..transfer import RowNumbers
 from .recurrent_states import StateLayer
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 # Slots that are filled at once.
 _FILLED = 64
 
@@ -30,7 +29,7 @@ class LayerBuffers:
         self._opened: tuple[int, int] | None = None  # the forward that the views are for
         # For each layer what attention reads, and where it writes.
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._slots: torch.Tensor | None = None  # [b, k, s, h] to which it writes there, where rows differ
+        self._places: torch.Tensor | None = None  # [b k s] where it writes there, where rows differ
         self._allocate(states)
 
     def _allocate(self, like: torch.Tensor) -> None:
@@ -67,10 +66,10 @@ class LayerBuffers:
             whole = torch.cat([target[:, :, :before], states], dim=2) if before else states
             target[:, :, :after] = _shifted(whole, window.next_bases.minus(window.bases), after)
             return whole[:, :, window.start :]
-        if self._slots is None:
+        if self._places is None:
             target.copy_(states)
-        else:
-            target.scatter_(2, self._slots, states.to(self._buffer.dtype).view(target.dtype))
+        else:  # for 8 rows in half the time of `scatter_`, which copies 16-bit floats twice besides
+            target.index_copy_(0, self._places, states.reshape(-1, target.shape[1]).to(target.dtype))
         return view
 
     def latest(self, layer: int) -> torch.Tensor | None:
@@ -90,12 +89,12 @@ class LayerBuffers:
             self._views = [(buffer[:, :, :end], buffer) for buffer in self.of]
             return
         if slots is None:
-            self._slots, targets = None, self._buffer.narrow(3, start, length).unbind(0)
+            self._places, targets = None, self._buffer.narrow(3, start, length).unbind(0)
         else:
-            b, k, _, h = self.of[0].shape
-            # As integers: a CPU scatters 16-bit floats by way of two copies of all. Into parts of buffers, too.
-            targets = tuple(buffer.view(_INTEGERS.get(buffer.itemsize, buffer.dtype)) for buffer in self.of)
-            self._slots = slots[:, None, :, None].expand(b, k, length, h)
+            b, k, capacity, h = self.of[0].shape
+            heads = torch.arange(b * k, device=slots.device).view(b, k, 1) * capacity
+            self._places = (heads + slots[:, None]).flatten()
+            targets = tuple(buffer.view(-1, h) for buffer in self.of)
         views = self._buffer.narrow(3, write_range.start, end - write_range.start).unbind(0)
         self._views = list(zip(views, targets, strict=True))
 
