@@ -140,7 +140,7 @@ class SelfSpec(Settings):
         it skips layers as a whole. The folder's README.md has the command for each engine. The checkpoint's logits are
         compared with the draft's before anything is written; the model stays as it is, and its tensors are not copied.
         MTP layers are written as ``model-mtp.safetensors``, under the names that checkpoints of a model that ships with
-        such layers have; one of a Qwen 3 as a checkpoint of speculators.
+        such layers have.
 
         Args:
             folder: created if it does not exist; a draft that was exported there earlier is replaced.

@@ -209,8 +209,8 @@ class FittedSource(DraftSource, Generic[_M]):
 
     module: _M
 
-    def _load(self, setting: str, module_class: type[DraftModule], name: str = "module") -> None:
-        """Loads what a setting holds or names, by default the module; a relative path becomes a whole one."""
+    def _load(self, setting: str, module_class: type[DraftModule]) -> None:
+        """Loads what a setting holds or names; a relative path becomes a whole one."""
         kept, module = module_of(f"{type(self).__name__}({setting})", getattr(self, setting), module_class)
         object.__setattr__(self, setting, kept)
-        object.__setattr__(self, name, module)
+        object.__setattr__(self, "module", module)

@@ -27,9 +27,8 @@ from ..model.internals import ADAPTED
 from ..model.module_tools import is_tensor_parallel
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
-from ..modules.draft_module import CONFIG
 from ..modules.mtp import MtpHead
-from ..modules.shipped import FIRST, LAYERS_ALONE, SPECULATORS, MtpFormat, format_of, ships_layers
+from ..modules.shipped import FIRST, LAYERS_ALONE, format_of, ships_layers
 from ..search.skip_search import SkipChoice
 from ..validation import StrPath
 from .checkpoint import draft_model
@@ -39,8 +38,6 @@ USUAL_TOKENS = 5
 
 _NAME = "SelfSpec.export_draft"  # in messages
 _README, _CARD = "README.md", Path(__file__).with_name("draft_card.md")
-# Model types that ship without MTP layers, but for which speculators 0.9 makes them.
-_OF_SPECULATORS = ("qwen3",)
 # The tag by which a card written here is recognised.
 TAG = "hf_selfspec-draft"
 # Files that show that a folder holds a model.
@@ -72,7 +69,7 @@ def export_draft(
     part = _part(source, anatomy, knowledge)
     if isinstance(part, MtpHead):
         part.check(knowledge.fingerprint)
-        _write_mtp(inner, part, at, tokens)
+        _write_mtp(inner, part, at)
         return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
@@ -118,47 +115,25 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, id
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
-def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path, tokens: int) -> None:
-    """Writes MTP layers as checkpoints of the model's type have them, or else as speculators does."""
+def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path) -> None:
+    """Writes MTP layers as checkpoints of the model's type have them."""
     if head.state_layers or head.eagle3 is not None:
-        trouble = f"this head reads the states before layers {list(head.state_layers)}, for which no format has a place"
-    elif ships_layers(model):
-        with reported(at), folder_written_whole(at) as inside:
-            save_file(_named(model, head, format_of(model)), inside / LAYERS_ALONE)
-        return
-    elif model.config.model_type not in _OF_SPECULATORS or len(head.layers) > 1:
-        trouble = f"{type(model).__name__} ships with none, and speculators' format has one layer of {_OF_SPECULATORS}"
+        trouble = f"this head reads the states before layers {list(head.state_layers)}, for which it has no place"
+    elif not ships_layers(model):
+        trouble = f"{type(model).__name__} ships with none"
     else:
-        count, (settings,) = model.config.num_hidden_layers, head.configs
-        types = (settings.get("layer_types") or ["full_attention"]) * count
-        size = {"vocab_size": model.config.vocab_size, "num_hidden_layers": count, "layer_types": types}
-        config = {
-            "speculators_model_type": "mtp",
-            "architectures": ["MTPDraftModel"],
-            "num_nextn_predict_layers": 1,
-            "transformer_layer_config": settings | size,
-            "speculators_config": {
-                "algorithm": "mtp",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
-                "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": model.config.name_or_path, "architectures": [type(model).__name__]},
-            },
-        }
-        note = f"---\ntags: [{TAG}]\n---\n\nAn MTP layer for {type(model).__name__}, in the format of speculators 0.9. "
         with reported(at), folder_written_whole(at) as inside:
-            save_file(_named(model, head, SPECULATORS), inside / SAFE_WEIGHTS_NAME)
-            (inside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-            (inside / _README).write_text(note + "It reads what leaves the final norm.\n", encoding="utf-8")
+            save_file(_named(model, head), inside / LAYERS_ALONE)
         return
     raise UnsupportedModelError(
-        f"{_NAME}: engines take MTP layers in the format of models that ship with them, or in that of speculators; "
-        f"{trouble}. Use it with generate(assistant=...)."
+        f"{_NAME}: MTP layers are written in the format of models that ship with them, and {trouble}. Use it with "
+        "generate(assistant=...)."
     )
 
 
-def _named(model: PreTrainedModel, head: MtpHead, names: MtpFormat) -> dict[str, torch.Tensor]:
-    """The tensors of a head by the names of a format."""
-    tensors = dict[str, torch.Tensor]()
+def _named(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
+    """The tensors of a head by the names in checkpoints of the model's type."""
+    names, tensors = format_of(model), dict[str, torch.Tensor]()
     for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
         layer = names.of_layer(number, Anatomy.of(model).num_layers)
         halves = part.projection.weight.chunk(2, dim=1)

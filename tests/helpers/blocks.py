@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import silu
@@ -298,11 +296,3 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "tokens outside": (lambda tensors: tensors["d2t"].add_(VOCABULARY), "distinct tokens"),
     "not finite": (lambda tensors: tensors["norm.weight"].mul_(float("nan")), "not finite"),
 }
-
-
-def of_speculators(name: str) -> Any:
-    """A package of speculators; the test is skipped where it is not there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        why = "speculators is not there, or not for this transformers"
-        return pytest.importorskip(f"speculators.models.{name}", reason=why, exc_type=ImportError)

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_selfspec
 from helpers.architectures import build
 from helpers.calls import check_lossless, unchanged
-from helpers.fitted import adapter_of
+from helpers.fitted import adapter_of, mtp_of
 from helpers.models import BATCH, ROW, tiny_llama
-from hf_selfspec import MTP, FixedLength, MtpFormat, SelfSpec, SettingError, load_mtp
+from hf_selfspec import MTP, FixedLength, MtpFormat, SelfSpec, SettingError, load_head, load_mtp
 from hf_selfspec.modules import shipped
 
 WIDTH, LAYERS = 32, 4
@@ -190,6 +190,23 @@ def test_layers_that_ship_do_not_replace_another_head(tmp_path: Path) -> None:
         assert shipped.attached_head(model) is adapter
     assert shipped.shipped_mtp(model) is shipped.shipped_mtp(model)
     assert load_mtp(model) is shipped.attached_head(model)
+
+
+def test_a_layer_of_speculators(tmp_path: Path) -> None:
+    """It is attached with the weights that its checkpoint names as speculators 0.9 does, and drafts."""
+    model, head = build("qwen3"), mtp_of(build("qwen3"))
+    names = {"embedding_norm": "token_layernorm", "state_norm": "hidden_layernorm", "projection": "input_proj"}
+    names |= {"decoder.norm": "final_layernorm", "decoder.layers.0": ""}
+    tensors = dict[str, torch.Tensor]()
+    for key, value in head.layers[0].state_dict().items():
+        part = max((name for name in names if key.startswith(f"{name}.")), key=len)
+        tensors[".".join(filter(None, ("mtp_layers.0", names[part], key[len(part) + 1 :])))] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}')
+    kept, loaded = head.state_dict(), load_head(model, tmp_path).state_dict()
+    assert kept.keys() == loaded.keys()
+    assert all(torch.equal(kept[name], loaded[name]) for name in kept)
+    check_lossless(model, SelfSpec(), 8)
 
 
 def test_names_can_be_registered(tmp_path: Path) -> None:

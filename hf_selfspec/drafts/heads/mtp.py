@@ -22,7 +22,6 @@ from ...model.patching import within
 from ...model.transfer import RowNumbers, at_places
 from ...modules.mtp import MtpHead
 from ...modules.published import EAGLE3
-from ...modules.reduced_head import ReducedHead
 from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
 from ..source import Drafter, FittedSource, Session
@@ -38,18 +37,14 @@ class MTP(FittedSource[MtpHead]):
     Args:
         head: an :class:`MtpHead`, or the folder or Hub repository that holds one; ``None`` for the layers that ship
             with the model, see :func:`hf_selfspec.load_mtp`, which loads them where none are attached yet.
-        head_rows: a reduced head with the tokens that can be drafted, see :class:`EarlyExit`.
 
     Raises:
         SettingError, SettingTypeError: there is no such head.
     """
 
     head: MtpHead | str | os.PathLike[str] | None = None
-    head_rows: ReducedHead | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.head_rows is not None:
-            self._load("head_rows", ReducedHead, "_reduced")
         if self.head is None:
             return
         self._load("head", MtpHead)
@@ -58,8 +53,6 @@ class MTP(FittedSource[MtpHead]):
                 "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
                 "assign=True), or make a head by MtpHead.of(model)."
             )
-        if self.head_rows is not None and self.module.output is not None:
-            raise SettingError("MTP(head_rows): this head has an output head of its own. Leave `head_rows` out.")
 
     @classmethod
     def from_eagle3(cls, checkpoint: str | os.PathLike[str], state_layers: Sequence[int] = ()) -> Self:
@@ -81,8 +74,8 @@ class MTP(FittedSource[MtpHead]):
     def start(self, session: Session) -> Drafter:
         head = shipped_mtp(session.target.model) if self.head is None else self.module
         head.check(session.knowledge.fingerprint)
-        tokens = head.tokens if self.head_rows is None else self.__dict__["_reduced"].tokens
-        rows = None if tokens is None or head.output is not None else HeadRows(session.target.model, tokens)
+        tokens = head.tokens if head.output is None else None
+        rows = None if tokens is None else HeadRows(session.target.model, tokens)
         if head.mask_state is not None:
             session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
         return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
