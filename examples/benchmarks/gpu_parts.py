@@ -56,6 +56,7 @@ class Bench:
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else device
         self.machine = f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {__version__}"
         self.cases, self.specs = PARTS[part](self), {repeated: SelfSpec() for repeated in REPEATED}
+        self.four_bits = SelfSpec.quantized()
 
     def now(self) -> float:
         """Seconds, once the device has done the work of this thread; while others capture, nobody may wait for all."""
@@ -177,6 +178,8 @@ def speed(bench: Bench, width: int, rows: int) -> None:
         for repeated, spec in bench.specs.items():
             call("ours", repeated, number, assistant=spec)
         call("static", REPEATED[number], number, **STATIC)
+        if bench.part == "8b" and rows == 1 and width <= 1024:  # weights in four bits are a third to read
+            call("four bits", 0, number, assistant=bench.four_bits)
     if failed:
         raise RuntimeError("; ".join(failed.values()))
     # How far logits are from plain's at most, in their standard deviations: both ways round in their own manner.

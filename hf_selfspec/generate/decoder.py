@@ -173,7 +173,7 @@ class Decoder:
         last, listed, device = text.last_ids(), draft.listed, text.device
         nodes = draft.tree(last)
         tokens: Tokens
-        if target.graphs is not None and listed is not None and last and draft.states is None:
+        if listed is not None and last and draft.states is None and target.takes_lists(device):
             tokens = [[token, *row] for token, row in zip(last, listed, strict=True)]
         else:
             tokens = text.last_tokens()

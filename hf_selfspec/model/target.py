@@ -160,6 +160,10 @@ class Target:
         bounds = [bound for bound in (self.reachable, None if limit is None else limit - 1) if bound is not None]
         return max(min(bounds, default=_NO_END), *self.roots)
 
+    def takes_lists(self, device: torch.device) -> bool:
+        """Whether forwards take tokens that the host knows as lists, without another upload than that of the ids."""
+        return self.graphs is not None or (self.active_rows is None and self.device == device == torch.device("cpu"))
+
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1
@@ -223,7 +227,7 @@ class Target:
         if self.graphs is not None or is_looked_at or run.is_exact or not run.is_plain:
             self.install()
         if rows is not None:
-            assert isinstance(tokens, torch.Tensor)  # else there are graphs, with which no row leaves
+            assert isinstance(tokens, torch.Tensor)
             tokens, starts, nodes, run = rows.enter(tokens, starts, nodes, run)
         begins, last = starts.ahead(first_node), self.last_position()
         step_tokens = StepTokens(tokens, device, begins, last, nodes, first_node, counts)

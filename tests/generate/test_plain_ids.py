@@ -61,7 +61,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "heads": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6)),
     "heads tree": lambda model: SelfSpec(DynamicExit(heads_of(model, 0.6, (1, 2))), FixedLength(6), _WIDE),
     "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), FixedLength(4)),
-    "mtp tree": lambda model: SelfSpec(MTP(mtp_of(model, 2), reduced(model)), ConfidenceThreshold(0.1), _WIDE),
+    "mtp tree": lambda model: SelfSpec(MTP(mtp_of(model, 2)), ConfidenceThreshold(0.1), _WIDE),
     "mtp cascade": lambda model: SelfSpec(Cascade([Lookup(), MTP(mtp_of(model))]), FixedLength(3)),
     "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
     "adaptive": lambda model: SelfSpec.adaspeed(2),

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import leaves
 from hf_selfspec.generate import unseen
 from hf_selfspec.model.kernels import leaves as fused
+from hf_selfspec.model.kernels import packing
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 # What torch asks of a device's runtime before it dispatches anything.
@@ -283,8 +284,15 @@ def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
+def _in_four_bits(input: torch.Tensor, numbers: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+    scale, middle = scales.repeat_interleave(group, dim=0).unbind(-1)  # [k, n]
+    return input @ ((packing.one_a_byte(numbers).t() - 8.0) * scale + middle).to(input.dtype)
+
+
 # What a CPU does not have, or not of whole numbers.
 _OF_A_CPU: dict[str, Any] = {
+    "_convert_weight_to_int4pack": lambda numbers, _: numbers.clone(),
+    "_weight_int4pack_mm": _in_four_bits,
     "histc": lambda values, *args: torch.histc(values.float(), *args).to(values.dtype),
     "_scaled_dot_product_efficient_attention": lambda query, key, value, mask, *_, scale=None: (
         functional.scaled_dot_product_attention(query, key, value, mask, scale=scale), *[None] * 3
@@ -494,6 +502,7 @@ def pretended() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         # Weights on a device have torch's own classes.
         stack.enter_context(patch.object(unseen, "_PLAIN_WEIGHTS", unseen._PLAIN_WEIGHTS | {Pretended}))
+        stack.enter_context(patch.object(packing, "nn", SimpleNamespace(Parameter=Pretended, Linear=torch.nn.Linear)))
         kernels = {name: as_one(getattr(leaves, name)) for name in ("norm", "rotate", "activate")}
         modules = {f"{fused.__package__}.triton_leaves": SimpleNamespace(NORMS=leaves.NORMS, **kernels)}
         stack.enter_context(patch.dict(sys.modules, modules))

@@ -48,6 +48,7 @@ WARM = [
     ("block dflash2 window", "graphs llama", 2),
     ("default", "graphs llama", 1, False, 1),
     ("default", "graphs llama", 8),
+    ("four bits", "graphs llama", 1, False, 0, "bfloat16", 1),  # both the drafts and what verifies them
 ]
 # What a round launches beside replays at most: what the host knows goes to the device in one copy, what it reads comes
 # in another, accepted tokens of a tree move, and now and then a graph is new.
