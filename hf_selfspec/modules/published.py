@@ -80,6 +80,7 @@ class Published:
         config = read_config(kind, name, **options)
         with reading(kind, name):
             config |= {"state_layers": list(state_layers)} if state_layers else {}
+            self.settings(name, config)  # refuses what is not served, whatever its weights are
             tensors = self._tensors(name, **options)
             head = self.make(name, config, tensors)
             if isinstance(head, BlockHead):
@@ -260,7 +261,7 @@ FORMATS = (
         ("t2d", "verifier_"),
     ),
     Published(
-        lambda config: _named(config).startswith(("dflash", "dspark")),
+        lambda config: config.get("speculators_model_type") not in (None, "mtp"),  # others are refused by name
         _of_speculators,
         BlockHead,
         {},

@@ -10,7 +10,7 @@ from helpers.models import VOCABULARY
 from hf_selfspec import Adapter, ExitHeads
 from hf_selfspec.modules.heads import confidence
 from hf_selfspec.modules.linear_probe import LinearProbe
-from hf_selfspec.modules.mtp import MtpHead
+from hf_selfspec.modules.mtp import MtpHead, config_of_layer
 from hf_selfspec.train.fit import USUAL_ARGUMENTS
 
 EXIT = 2
@@ -93,6 +93,17 @@ def mtp_of(model: PreTrainedModel, layers: int = 1, seed: int = 0, state_layers:
     weights |= {f"fuse.{name}": value + 0.03 * torch.randn_like(value) for name, value in one.fuse.state_dict().items()}
     head = MtpHead(one.configs * layers, state_layers=state_layers)
     head.load_state_dict(weights, assign=True)
+    return head.eval()
+
+
+def peagle_of(model: PreTrainedModel, count: int = 4) -> MtpHead:
+    """A head of P-EAGLE that was drawn, which drafts so many tokens in one forward."""
+    settings = {"vocabulary": VOCABULARY, "norm_before_residual": False, "norm_output": False, "own_embedding": True}
+    masked = {"mask_token": 7, "num_tokens": count}
+    head = MtpHead([config_of_layer(model.config, 0)], size=VOCABULARY, state_layers=(1, 2), eagle3=settings | masked)
+    torch.manual_seed(0)
+    weights = {name: 0.2 * torch.randn(value.shape) for name, value in head.state_dict().items()}
+    head.load_state_dict(weights | {"tokens": torch.arange(VOCABULARY)}, assign=True)
     return head.eval()
 
 

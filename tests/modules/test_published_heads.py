@@ -455,11 +455,14 @@ def test_what_a_head_is_can_be_told(kind: str, tmp_path: Path, capsys: Any, capl
 
 def test_what_holds_no_head_is_told(tmp_path: Path, capsys: Any) -> None:
     for config, words in (
-        ("{}", "holds no head"),
+        ("{}", "holds no (head|part)"),
+        ('{"speculators_model_type": "xpress"}', "not served: xpress"),
         ('{"model_type": "gemma4_assistant"}', "not served: an assistant of Gemma 4, .*generate"),
     ):
         (tmp_path / "config.json").write_text(config)
         assert main(["inspect", "--head", str(tmp_path)]) == 2
         assert re.search(words, capsys.readouterr().err)
+        with pytest.raises(SettingError, match=words):
+            load_head(tiny_llama(), tmp_path)
     assert main(["inspect"]) == 2
     assert "inspect needs --model or --head" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from ...modules.shipped import shipped_mtp
 from ..growing import DraftStep
 from ..source import Drafter, FittedSource, Session
 from ..states import StatesDraft, picked
-from ..stop import ProductThreshold
+from ..stop import FixedLength, ProductThreshold
 
 
 @register
@@ -78,6 +78,8 @@ class MTP(FittedSource[MtpHead]):
         rows = None if tokens is None else HeadRows(session.target.model, tokens)
         if head.mask_state is not None:
             session = replace(session, max_draft=min(session.max_draft, head.num_tokens))
+            if session.target.model.device.type != "cpu":  # as of blocks, which a GPU need not look at
+                session = session.with_usual_stop(FixedLength(head.num_tokens))
         return MtpDraft(session.with_usual_stop(ProductThreshold()), head, rows)
 
 
