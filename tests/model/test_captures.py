@@ -37,7 +37,7 @@ from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.model.attention import interface as attention
 from hf_selfspec.model.attention.split import attention_in_parts
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
-from hf_selfspec.model.graphs.captures import BufferPool, step_above
+from hf_selfspec.model.graphs.captures import BufferPool, size_for, step_above
 from hf_selfspec.model.graphs.graph_runner import GraphRunner
 from hf_selfspec.model.graphs.model_graphs import POOLS, ModelGraphs, graphs_of
 
@@ -72,6 +72,15 @@ def test_a_hook_that_is_there_for_some_tokens() -> None:
 
     same_ids(model, specs()["exit"], new=24, logits_processor=[change])
     assert Traced.made
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(1, {1: 1, 2: 8, 9: 32}), (4, {2: 8, 9: 32}), (8, {2: 8, 9: 16, 17: 32}), (16, {3: 8, 9: 16}), (32, {2: 4, 5: 8})],
+)
+def test_tokens_are_padded_only_as_far_as_that_costs_nothing(rows: int, sizes: dict[int, int]) -> None:
+    """Where 128 tokens of all rows cost as much as one."""
+    assert {count: size_for(count, 128 // rows) for count in sizes} == sizes
 
 
 @pytest.mark.every_run("exit")

@@ -59,8 +59,8 @@ class ChangingNumber:
 
 def size_for(count: int, cheap: int = 0) -> int | None:
     """Returns the smallest size of a forward that fits ``count`` tokens, ``None`` if they are too many; up to ``cheap``
-    tokens cost as much as one."""
-    return next((size for size in SIZES if size >= count and (size in _FEW or size > cheap)), None)
+    tokens cost as much as one, so that of the smaller sizes only some and the largest are there."""
+    return next((size for size in SIZES if size >= count and (size in _FEW or 2 * size > cheap)), None)
 
 
 def step_above(slots: int) -> int:
