@@ -119,7 +119,10 @@ class ControlledDrafter(Drafter):
             other = self._always or controller.choose(promised, free)
             if other is not None:
                 self._asked = other
-                draft = self.others[other].propose(text, max_new)
+                drafter = self.others[other]
+                whole = drafter.whole if self._session.stop is None else 0
+                width = controller.width(other, whole) if whole else max(max_new)
+                draft = drafter.propose(text, [min(count, width) for count in max_new])
                 if draft.size:
                     if constraint and draft.listed is None:  # so that masks of all nodes can be made at once
                         draft = replace(draft, listed=draft.tokens.tolist())
@@ -158,8 +161,8 @@ class ControlledDrafter(Drafter):
         if not is_usual:
             return
         if draft is not None:
-            drafted, accepted = sum(draft.lengths), sum(draft.accepted(verdicts))
-            self.controller.record(self._asked, 0, new, seconds, accepted, drafted)
+            lines = list(zip(draft.accepted(verdicts), draft.lengths, strict=True))
+            self.controller.record(self._asked, 0, new, seconds, lines)
         else:
             nodes = self._nodes
             # A round in which only tokens were verified that a grammar forces costs as much as one of free drafts.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ..model.forks import new_lock
@@ -23,6 +25,11 @@ _HOPED = 2.0
 # Rounds after which results are trusted. (Twelve for free drafts, whose results come in bursts, were no better: 0.999,
 # the mean over the streams of tests/drafts/test_replay.py and twelve chats of SmolLM2.)
 _TRIED = 4
+# Of how often tokens of a line were right at each depth: the weight of the rounds before against the next one, and in
+# tokens that of the depth before, so that depths which were left out come back. (8 rows by the costs of an 8B model,
+# computed for an H200: 1.03 to 1.15 of the speed of whole lines of 15; where width costs nothing 0.984 to 1.0, and with
+# 0.9 0.975.)
+_LINES, _DOUBTED = 0.8, 4.0
 # Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose
 # at least so many plain rounds.
 _PRICE, _LEAST_LOST = 0.006, 0.02
@@ -32,6 +39,8 @@ _FIRST_RANGE, _RANGE, _MOST = 10, 2, 64
 # A row that is this share of the most tokens that are left, but at least so many tokens, ahead of the last one is e
 # times less likely to be the last to end.
 _AHEAD, _LEAST_AHEAD = 0.05, 1.0
+# How many tokens of each row's line were accepted, and how many drafted.
+Lines = Sequence[tuple[int, int]]
 # The sums of :class:`ArmStats`, in which older rounds count less.
 _SUMS = "weight", "gained", "most", "spent", "accepted", "drafted"
 
@@ -48,6 +57,8 @@ class ArmStats:
     accepted: float = 0.0  # of its tokens
     drafted: float = 0.0
     waiting: int = 0  # rounds since it drafted last
+    # At each depth of its lines, of the tokens behind right ones those that were right, and all.
+    depths: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:
@@ -68,7 +79,12 @@ class ArmStats:
         hoped = _HOPED if promised is None else promised
         return min(hoped, self.most / self.spent) if self.drafted else hoped
 
-    def add(self, gained: float, spent: float, accepted: int = 0, drafted: int = 0, rows: int = 1) -> None:
+    def add(self, gained: float, spent: float, lines: Lines = (), rows: int = 1) -> None:
+        accepted, drafted = map(sum, zip(*lines, strict=True)) if lines else (0, 0)
+        self.depths += [(0.0, 0.0)] * (max((length for _, length in lines), default=0) - len(self.depths))
+        for depth, (right, seen) in enumerate(self.depths):
+            reached = [kept > depth for kept, length in lines if min(kept, length - 1) >= depth]
+            self.depths[depth] = _LINES * right + sum(reached), _LINES * seen + len(reached)
         self.waiting = 0
         self.rounds += 1
         if self.rounds == 1 and not self.weight:
@@ -80,6 +96,13 @@ class ArmStats:
         self.spent += spent
         self.accepted += accepted
         self.drafted += drafted
+
+    def reach(self, length: int) -> list[float]:
+        """How likely the first 1, 2, ... tokens of a line are right; all of them where nothing is known yet."""
+        shares, unseen = [1.0], [(0.0, 0.0)] * (length - len(self.depths))
+        for right, seen in [*self.depths[:length], *unseen]:
+            shares.append((right + _DOUBTED * shares[-1]) / (seen + _DOUBTED))
+        return list(accumulate(shares[1:], operator.mul))
 
     def _scale(self, factor: float) -> None:
         for name in _SUMS:
@@ -101,7 +124,7 @@ class ArmStats:
     def begin_anew(self) -> None:
         """Drops the results."""
         self._scale(0.0)
-        self.rounds = 1  # kernels are warm
+        self.rounds, self.depths = 1, []  # kernels are warm
 
     def doubt(self) -> None:
         """Trusts the results only after some more rounds, and gives those before the weight of as many."""
@@ -153,7 +176,9 @@ class Controller:
         A batch takes as long as its last row. So ``worth``, what a token of each row counts (one in the mean over those
         that may draft), is shared evenly but for what the last one costs alone."""
         self._rows = rows = sum(count > 0 for count in max_new)
-        self.curve = self._curves.curve(self._machine, running, context, **self._settings)
+        self._place = running, context
+        self.curve = self._curves.curve(self._machine, *self._place, **self._settings)
+        self._own: CostCurve | None = None  # what rounds of a source cost, by which its drafts are cut
         most, alone = max(max_new), self.curve.alone if rows > 1 else 0.0
         ahead = max(_AHEAD * most, _LEAST_AHEAD)
         chances = [math.exp((count - most) / ahead) if count else 0.0 for count in max_new]
@@ -175,6 +200,19 @@ class Controller:
         by what they are worth."""
         return tokens / self._rows * self.curve.plain / self.curve.costs[nodes]
 
+    def width(self, name: str, length: int) -> int:
+        """How many of the ``length`` tokens of a line pay where all rows are verified together: by how often those of
+        the source were right at each depth, and what its rounds cost. Nothing has to be read of a GPU for that."""
+        self._own = own = self._curves.curve((self._machine, name), *self._place, **self._settings)
+        with self._lock:
+            if not own.is_measured:
+                return length
+            pace, reach = max(self.curve.pace, self._rows / self.curve.plain), self.arms[name].reach(length)
+            known = zip(accumulate(reach), own.costs[1:], strict=False)
+            gains = [self._rows * tokens - pace * cost for tokens, cost in known]
+            best = gains.index(max(gains)) + 1
+            return best if best < len(own.costs) - 1 else length  # beyond which no costs are known
+
     def choose(self, promised: Mapping[str, float | None], free: float = 0.0) -> str | None:
         """Returns the source that is expected to be the fastest, ``None`` for free drafts or nothing."""
         best = max(promised, key=lambda name: self.speedup(name, promised[name]), default=None)
@@ -183,9 +221,7 @@ class Controller:
         speedup = self.speedup(best, promised[best])
         return best if speedup >= LEAST_SPEEDUP and speedup > free else None
 
-    def record(
-        self, name: str | None, nodes: int, tokens: float, seconds: float, accepted: int = 0, drafted: int = 0
-    ) -> None:
+    def record(self, name: str | None, nodes: int, tokens: float, seconds: float, lines: Lines = ()) -> None:
         """Records a round in which ``name`` drafted, or was asked and had no draft; ``None`` if nobody was asked. All
         rows gain ``tokens``, by what they are worth."""
         with self._lock:
@@ -199,12 +235,14 @@ class Controller:
                 seconds = curve.costs[min(nodes, len(curve.costs) - 1)]  # whatever disturbed this round
             elif curve.is_measured:
                 curve.see(tokens, seconds)
+                if self._own is not None and lines:
+                    self._own.add(max(drafted for _, drafted in lines), tokens, seconds)
             if curve.is_measured:
                 used = self.arms.get(name or "")
                 pace = max(used.speedup(1.0), 1.0) if used is not None else 1.0
                 for stats in self.arms.values():
                     if stats is used:
-                        stats.add(tokens / self._rows, seconds / curve.plain, accepted, drafted, self._rows)
+                        stats.add(tokens / self._rows, seconds / curve.plain, lines, self._rows)
                     else:
                         stats.wait(pace)
 

@@ -41,6 +41,8 @@ class Drafter:
         look: called as ``look(logits)`` with a :class:`~hf_selfspec.model.logits.Logits` before :meth:`update`; returns
             what will be read of them, so that the verdict is read in the same transfer. A GPU may keep the likeliest
             tokens alone, without ``values``, unless ``reads_logits``.
+        whole: how many tokens its drafts have where one forward makes them and nothing ends them, so that a controller
+            cuts them to as many as pay; else 0.
         reads_logits: whether :meth:`update` looks at logits; otherwise it gets ``None``.
     """
 
@@ -49,6 +51,7 @@ class Drafter:
     expected_speedup: float | None = math.inf
     observe: Callable[[Text, list[Verdict], Any], None] | None = None
     look: Callable[[Any], Any] | None = None
+    whole: int = 0
     reads_logits: bool = True
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:

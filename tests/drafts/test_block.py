@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from helpers.fitted import adapter_of, mtp_of
 from helpers.machine import Machine
 from helpers.models import BATCH, ROW, tiny_llama
 from helpers.sampling import check_exact, each_family, exact_joint, sample
+from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import drafts_into
 from hf_selfspec import (
     Block,
@@ -33,7 +35,8 @@ from hf_selfspec import (
     load_mtp,
 )
 from hf_selfspec.batch import Draft
-from hf_selfspec.drafts import MTP, Cascade, DraftSource, Lookup
+from hf_selfspec.drafts import MTP, Cascade, Drafter, DraftSource, Lookup, Session
+from hf_selfspec.drafts.controller import Controller
 from hf_selfspec.errors import UnsupportedModelError
 from hf_selfspec.modules.block import BlockHead
 from hf_selfspec.modules.shipped import attached_head
@@ -90,6 +93,49 @@ def test_drawn_tokens_have_the_models_distribution(
     """Each slot of a block is drawn from its logits with all that its Markov head has added."""
     spec = SelfSpec(DRAWN[name](family()), FixedLength(3), tree)
     check_exact(sample(spec, family(), rows=1000), exact_joint(family(), []))
+
+
+class Whole(Block):
+    """Drafts whole blocks, as on a GPU."""
+
+    def start(self, session: Session) -> Drafter:
+        return super().start(session.with_usual_stop(FixedLength(self.module.num_tokens)))
+
+
+@pytest.fixture
+def any_width(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A block drafts in each round of a cascade, and is cut anywhere; the widths of its drafts."""
+    chance, widths = random.Random(0), list[int]()
+    monkeypatch.setattr(Controller, "choose", lambda controller, promised, free=0.0: next(iter(promised)))
+    monkeypatch.setattr(
+        Controller, "width", lambda controller, name, length: widths.append(chance.randint(1, length)) or widths[-1]
+    )
+    return widths
+
+
+@pytest.mark.parametrize("inputs", [ROW, BATCH], ids=["one row", "batch"])
+def test_ids_are_plain_wherever_a_block_is_cut(inputs: Any, any_width: list[int]) -> None:
+    model = build("llama")
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = model.generate(**inputs, **options)
+    head = right_block_of(model, plain[:, inputs["input_ids"].shape[1] - 1 :])
+    spec = SelfSpec(Cascade([Lookup(), Whole(head)]))
+    assert torch.equal(model.generate(**inputs, **options, assistant=spec), plain)
+    sizes = [size for size, _ in spec.stats.round_sizes[:-3]]
+    assert sizes == any_width[: len(sizes)]
+    assert len(set(sizes)) > 2
+    # A rule of the user's alone ends drafts.
+    any_width.clear()
+    model.generate(**inputs, **options, assistant=SelfSpec(Cascade([Lookup(), Block(head)]), FixedLength(3)))
+    assert not any_width
+
+
+def test_drawn_tokens_have_the_models_distribution_wherever_a_block_is_cut(any_width: list[int]) -> None:
+    model = tiny_vocabulary()
+    head = block_of(model, layers=(1, 2, 3), scale=0.05, **CONFIGS["dspark"])
+    spec = SelfSpec(Cascade([Lookup(), Whole(head)]))
+    check_exact(sample(spec, model, rows=250, calls=4), exact_joint(model, []))
+    assert {1, 2} < set(any_width)
 
 
 def test_a_head_that_has_just_taken_in_what_has_waited_drafts_as_ever(machine: Machine) -> None:

@@ -114,6 +114,31 @@ def test_drafts_of_layers(
     assert ours >= share * drafting
 
 
+# How often each of 15 tokens is right, whether the first guess is that further tokens are dear, the mean width of
+# drafts of 8 rows before a text's middle and behind it, and the share of the speed of whole ones that is reached.
+WIDTHS: dict[str, tuple[Callable[[int], float], bool, tuple[float, float], tuple[float, float], float]] = {
+    "sure": (lambda place: 0.98, False, (14.0, 15.0), (14.0, 15.0), 0.99),
+    "unsure": (lambda place: 0.6, False, (3.0, 9.0), (3.0, 9.0), 1.03),
+    "turns unsure": (lambda place: 0.6 if place > 150 else 0.98, False, (14.0, 15.0), (3.0, 9.0), 0.98),
+    "turns sure": (lambda place: 0.98 if place > 150 else 0.6, False, (3.0, 9.0), (12.0, 15.0), 0.98),
+    "dear at first": (lambda place: 0.8, True, (7.0, 15.0), (13.0, 15.0), 0.97),
+}
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_blocks_are_verified_as_far_as_that_pays(kind: str) -> None:
+    """By how often their tokens were right at each depth, and what rounds of each width took."""
+    (rate, on_cpu, first, last, least), speeds = WIDTHS[kind], list[float]()
+    for is_whole in (True, False):
+        replay = Replay("flat", sources=[("block", 15, rate, 0.2, None)], free=False, on_cpu=on_cpu)
+        replay.is_whole = is_whole
+        speeds.append(replay.play([stream("nothing repeats", 300, seed) for seed in range(8)]))
+        for (low, high), begin in ((first, 40), (last, 190)):
+            widths = [width for place, width in replay.widths if begin <= place < begin + 60]
+            assert low <= sum(widths) / len(widths) <= high or not is_whole, replay.widths
+    assert speeds[0] >= least * speeds[1], speeds
+
+
 @pytest.mark.parametrize(
     "sources",
     [

@@ -56,18 +56,20 @@ class _Source(Drafter):
     def __init__(self, replay: Replay, length: int, rate: Callable[[int], float], price: float, promised: float | None):
         self.replay, self.length, self.rate, self.price = replay, length, rate, price
         self.expected_speedup = promised
-        self.random = random.Random(1)
+        self.random, self.whole = random.Random(1), length if replay.is_whole else 0
 
     def propose(self, text: Any, max_new: list[int]) -> Draft:
         self.replay.now += self.price
-        tokens, lengths = [], []
+        tokens, lengths, width = [], [], min(self.length, max(max_new))
         for row, count in enumerate(max_new):
             done = self.replay.done[row]
-            known = self.replay.streams[row].new[done : done + self.length]
+            known = self.replay.streams[row].new[done : done + width]
             right = self.rate(done)
             drafted = [token if self.random.random() < right else -2 - token for token in known]
             lengths.append(min(len(known), count))
-            tokens.append([*drafted, *[0] * (self.length - len(drafted))])
+            tokens.append([*drafted, *[0] * (width - len(drafted))])
+        drafting = [done for done, count in zip(self.replay.done, max_new, strict=True) if count]
+        self.replay.widths.append((min(drafting, default=0), width))
         return Draft(torch.tensor(tokens), lengths) if any(lengths) else Draft.none(text)
 
 
@@ -96,6 +98,8 @@ class Replay:
         awake: what planning and learning of a round take, in plain rounds.
 
     Attributes:
+        is_whole: whether drafts of other sources are made in one forward, and end with nothing but their number.
+        widths: where the row that is the last was, and how many tokens these drafts had.
         disturbed: by number of the round, seconds for which something else kept the machine busy.
     """
 
@@ -113,6 +117,7 @@ class Replay:
         self.arms, self.curves, self.texts = Arms(ArmStats), Curves(), LookupFindings(65_536, 1 << 21)
         self.streams: Sequence[Stream] = ()
         self.active = SimpleNamespace(kept=[])
+        self.is_whole, self.widths = False, list[tuple[int, int]]()
         self.disturbed: dict[int, float] = {}
         self.done: list[int] = []
         self.timeline: list[tuple[int, float]] = []
@@ -153,6 +158,7 @@ class Replay:
                 model=SimpleNamespace(),
             ),
             constraint=None,
+            stop=None,
             scorer=SimpleNamespace(do_sample=False),
             takes_trees=True,
             is_tensor_parallel=False,

@@ -31,8 +31,9 @@ class Block(FittedSource[BlockHead]):
 
     One forward of a few layers, which read some of the model's states, drafts all tokens of a block; a Markov head adds
     to each slot's logits what the token before it suggests, and DFlash2's selector chooses by that token. A draft ends
-    below a confidence on a CPU, by the confidence head where there is one, see :class:`ProductThreshold`; on a GPU the
-    whole block is verified, so that nothing waits.
+    below a confidence on a CPU, by the confidence head where there is one, see :class:`ProductThreshold`. On a GPU, so
+    that nothing waits, the whole block is verified, or in a cascade as much of it as pays, by how often tokens of
+    earlier blocks were right.
 
     Args:
         head: the folder or Hub repository of a checkpoint of speculators (``dflash``, ``dflash2``, ``dspark``), of

@@ -88,12 +88,11 @@ class MtpDraft(StatesDraft):
     model's states where these are known, else of the head's own."""
 
     def __init__(self, session: Session, head: MtpHead, head_rows: HeadRows | None) -> None:
-        target = session.target
+        self.in_one_forward, target = head.mask_state is not None, session.target
         super().__init__(session, head.read_layers(target.model), head_rows=head_rows)
         self._mtp, self._last = head, len(head.layers) - 1
         rows, capacity = len(self._entered_count), target.cache.capacity
         self._caches = [SpeculativeCache(layer.depth, rows, capacity) for layer in head.layers]
-        self.in_one_forward = head.mask_state is not None
         # Of the draft: tokens and states that enter the next layer, how many of them count, and the layers so far.
         self._tokens = self._states = torch.empty(0, device="cpu", dtype=torch.float32)
         self._counts = [0] * len(self._entered_count)

@@ -30,6 +30,8 @@ class PlanDrafter(Drafter):
         self.plan, self.head = plan, head
         assert session.stop is not None
         self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
+        if self.in_one_forward and type(session.stop) is FixedLength:
+            self.whole = session.longest
         self._accepted = list[int]()  # tokens of each line of the last draft
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
