@@ -21,10 +21,11 @@ from helpers.architectures import STATEFUL, build
 from helpers.automata import Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
-from helpers.fitted import heads_of
+from helpers.fitted import heads_of, peagle_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
 from hf_selfspec import (
+    MTP,
     AdaptiveThreshold,
     Block,
     ConfidenceThreshold,
@@ -78,6 +79,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, TopKTree()),
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
     "block": lambda: SelfSpec(Block(_block("dspark gated"))),
+    "peagle": lambda: SelfSpec(MTP(peagle_of(tiny_llama(layers=4, factor=0.1)))),
     "window": lambda: SelfSpec(Block(_block("dflash window")), FixedLength(4)),
     "block beside": lambda: SelfSpec(Cascade([Lookup(), Block(_block("dspark"))])),
 }
@@ -154,6 +156,7 @@ def measure(
     with ExitStack() as stack:
         for owner, name, value in (
             (controller, "CostCurve", lambda rows=1, **_: curve(rows=rows)),  # times tell nothing
+            (controller.Controller, "width", lambda self, name, length: 2),
             # As of bfloat16, which is not exact.
             (experts, "has_grouped_kernel", lambda weight: True),
             (model_graphs, "has_grouped_kernel", lambda weight: True),

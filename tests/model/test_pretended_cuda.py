@@ -31,12 +31,14 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("lookup", "repetition", 4): (0, 5),  # with the paths of all nodes
     ("lookup", "grammar", 4): (0, 5),  # with the masks of all nodes
     ("block", "drawn", 4): (0, 4),
+    ("block beside", "drawn", 4): (0, 5),  # which is cut
+    ("peagle", "eos", 4): (0, 8),
 }
 # Whatever they need, they run there; spread over two devices, too.
 FEW = [("tree", "greedy", 3, "two devices"), ("window", "eos", 3)]
 DRAFTS = (
     "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "probe",
-    "heads", "reduced", "cascade", "block", "window", "block beside",
+    "heads", "reduced", "cascade", "block", "peagle", "window", "block beside",
 )  # fmt: skip
 
 # Some of what is captured; all of it together is `slow`.
@@ -85,7 +87,8 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
         # Rows that end leave the forwards, which takes two further uploads, now and then.
         few = 0.0 if rows == 1 else 4 * rows / found["rounds"]
         assert found["transfers"] <= step * found["steps"] + rest + few, case
-        if (spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")) or spec == "block":
+        is_known = spec in ("fixed", "lookup") and call in ("greedy", "streamed", "repetition")
+        if is_known or spec in ("block", "block beside", "peagle"):
             # What judges and what free drafts learn from is one read, and a streamer gets what the host knows already.
             assert found["waits"] == 1, case
 
