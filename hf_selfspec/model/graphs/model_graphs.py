@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from ...errors import brief, warn_once
 from ..forks import new_lock
 from ..internals import attention_implementation
 from ..kernels.experts import has_grouped_kernel
-from ..module_tools import forward_of_others
+from ..module_tools import all_modules, forward_of_others
 from .captures import BufferPool, Captured, CapturePool, NoGraphError, Run
 
 # Graphs of a model at most, before those that were not used for longest go, and shapes that fail before no more are
@@ -40,9 +40,10 @@ _STATES = 4
 # Generations of a model whose graphs have memory at the same time. Each graph is recorded once for each of them.
 POOLS = 4
 # Module attributes with values of these types are constants of a graph, and so are functions.
-_PLAIN, _FUNCTIONS = (bool, int, float, str, type(None)), (FunctionType, BuiltinFunctionType)
-# What all modules have, such as hooks, with which there are no graphs, and weights, which are looked at by themselves.
-_OF_ALL = set(vars(torch.nn.Module())) - {"training"}
+_PLAIN, _FUNCTIONS = {bool, int, float, str, type(None)}, (FunctionType, BuiltinFunctionType)
+# What all modules have, such as hooks, with which there are no graphs, and weights and forwards, which are looked at by
+# themselves.
+_OF_ALL = {*vars(torch.nn.Module()), "forward", "_is_hf_initialized"} - {"training"}
 
 _logger = logging.getLogger(__name__)
 _capturing = new_lock()  # CUDA takes one capture at a time
@@ -78,7 +79,7 @@ class Pools:
 class ModelGraphs:
     """The graphs of one model with its weights and settings."""
 
-    state: Hashable = field(repr=False)  # properties of the model that they depend on
+    state: tuple[Any, ...] = field(repr=False)  # properties of the model that they depend on
     whose: str  # name of the model, for messages
     cheap_tokens: int = 0  # up to which a forward costs about as much as one over a single token
     fewest_slots: int = 0  # of a capacity
@@ -179,33 +180,45 @@ def graphs_of(model: PreTrainedModel) -> ModelGraphs:
     return graphs
 
 
-def _state_of(model: PreTrainedModel) -> Hashable:
+def _state_of(model: PreTrainedModel) -> tuple[Any, ...]:
     """What graphs depend on in a model: where its weights are, its settings, and plain values of its modules."""
-    state = list[Any](map(_memory_of, itertools.chain(model.parameters(), model.buffers())))
-    for module in model.modules():
-        state.append(type(module).forward)  # many activations have no values
-        for name, value in list(vars(module).items()):  # other threads change some
-            if name not in _OF_ALL and (constant := _constant(value)) is not None:
-                state.append((name, constant))
-        if (forward := forward_of_others(module)) is not None:
+    state, values, tensors = list[Any](), list[Any](), list[torch.Tensor | None]()
+    for module in all_modules(model):  # hundreds
+        attributes = module.__dict__
+        names = _own_names(tuple(attributes))
+        state += type(module).forward, names  # many activations have no values
+        values += map(attributes.get, names)  # other threads change some
+        if "forward" in attributes and (forward := forward_of_others(module)) is not None:
             state.append(id(forward))
-    return tuple(state), str(model.config.to_dict()), attention_implementation(model.config)
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    state += [value if type(value) in _PLAIN else _constant(value) for value in values]
+    for tensor in tensors:
+        if tensor is not None:
+            state += _memory_of(tensor)
+    return state, str(model.config.to_dict()), attention_implementation(model.config)
 
 
-def _constant(value: Any) -> Hashable | None:
-    """What a graph depends on in an attribute of a module, ``None`` for nothing."""
-    if type(value) in _PLAIN:
-        return (value,)
-    if isinstance(value, torch.Tensor):
+@lru_cache(4096)
+def _own_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _OF_ALL)
+
+
+def _constant(value: Any) -> Any:
+    """What a graph depends on in an attribute of a module, of most objects their class alone."""
+    type_ = type(value)  # a model's config answers `isinstance` slowly
+    if type_ in _PLAIN:
+        return value
+    if issubclass(type_, torch.Tensor):
         return _memory_of(value)
-    if type(value) in _FUNCTIONS:
+    if type_ in _FUNCTIONS:
         return id(value)
-    if type(value) is dict:
-        value = list(value.items())
-    return tuple(map(_constant, value)) if type(value) in (list, tuple) else None
+    if type_ is dict:
+        return list(map(_constant, value.items()))
+    return list(map(_constant, value)) if type_ in (list, tuple) else type_
 
 
-def _memory_of(tensor: torch.Tensor) -> Hashable:
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor is: one of packed weights (torchao's) has no memory, but tensors, of its own."""
     if type(tensor) is torch.nn.Parameter or not hasattr(tensor, "__tensor_flatten__"):
         return id(tensor), tensor.data_ptr()
