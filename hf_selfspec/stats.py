@@ -25,8 +25,8 @@ class GenerationStats:
         prefill_seconds, draft_seconds, verify_seconds, search_seconds, total_seconds: wall-clock time; verification
             includes bringing the last drafted token and siblings to the first layer that the draft altered, and search
             is everything from which the draft learns. On CUDA, prefill, draft and verification end when the device has
-            done their work, by its events. On other devices with a queue they end when the work has been handed over,
-            and the wait for it is in :attr:`other_seconds`.
+            done their work, by its events in a few rounds, like which others are divided. On other devices with a queue
+            they end when the work has been handed over, and the wait for it is in :attr:`other_seconds`.
         forward_seconds: time inside the model's forwards, prefill included (on a GPU: until they were launched).
         from_draft: for each row and generated token whether it came from the draft.
         plan: one character per layer: ``#`` runs, ``a`` attention only, ``m`` MLP only, ``.`` nothing.

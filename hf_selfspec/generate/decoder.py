@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,9 +22,12 @@ from ..model.layout import Tokens
 from ..model.logits import Logits, Tops
 from ..model.module_tools import is_tensor_parallel, switches_of
 from ..model.target import Target, prefill
-from ..model.transfer import is_out_of_memory, moment, seconds_between
+from ..model.transfer import TIMED, is_out_of_memory, moment, seconds_between
 from .output import Output
 from .walk import verify, verify_in_step
+
+# On a GPU, one round of so many is timed by events, beside the first few.
+TIMED_ROUNDS = 16
 
 
 @dataclass
@@ -140,22 +144,29 @@ class Decoder:
         return self.waits_for(unfinished or (self.keeps_rows and self.output.ends_unevenly() and not self._ran_out))
 
     def _round(self) -> None:
-        begun = moment(device := self.text.device)
-        draft, tops = Draft.none(self.text), None
+        device, stats, started = self.text.device, self.stats, perf_counter()
+        # A GPU's events take its host time, so that rounds between those that are timed are divided like the last one.
+        is_timed = device.type not in TIMED or stats.verify_passes < 4 or stats.verify_passes % TIMED_ROUNDS == 0
+        clock = partial(moment, device) if is_timed else lambda: None
+        draft, tops, begun = Draft.none(self.text), None, clock()
         with self._surviving():
             draft = self.draft.propose(self.text, self._max_new())
-        drafted = moment(device)
+        drafted = clock()
         logits = self._verify_pass(draft)
-        verified = moment(device)
+        verified = clock()
         with self._surviving():
             tops = None if (look := self.draft.look) is None else look(logits)
-        looked = moment(device)
+        looked = clock()
         # Here the host waits for the device, for the only time in a round unless drafting waits, too. The device's
         # times are known from here on.
         verdicts = self._judge(draft, logits, tops)
-        stats, tokens = self.stats, self.stats.tokens
-        stats.draft_seconds += seconds_between(begun, drafted)
-        stats.verify_seconds += seconds_between(drafted, verified)
+        tokens, seconds = stats.tokens, perf_counter() - started
+        if is_timed:
+            pairs = (begun, drafted), (drafted, verified), (verified, looked)
+            self._timed = seconds, [seconds_between(*pair) for pair in pairs]
+        drafting, verifying, looking = (phase * (seconds / self._timed[0]) for phase in self._timed[1])
+        stats.draft_seconds += drafting
+        stats.verify_seconds += verifying
         stats.verify_passes += 1
         stats.drafted += sum(draft.lengths)
         stats.rounds += self.output.done.count(False)
@@ -164,7 +175,7 @@ class Decoder:
         committed = perf_counter()
         with self._surviving():
             self.draft.update(self.text, verdicts, logits.of_all.float() if self.draft.reads_logits else None)
-        stats.search_seconds += perf_counter() - committed + seconds_between(verified, looked)
+        stats.search_seconds += perf_counter() - committed + looking
         self.target.end_round()
 
     def _verify_pass(self, draft: Draft) -> Logits:

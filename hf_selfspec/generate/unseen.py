@@ -124,7 +124,7 @@ class Unseen:
         methods_of = {each: _methods_of(each) for each in classes}
         for module in modules:  # thousands, so each is looked at once and briefly
             attributes, type_ = module.__dict__, type(module)
-            if not attributes.keys().isdisjoint(methods := methods_of[type_]):
+            if not (methods := methods_of[type_]).isdisjoint(attributes):
                 for name in methods & attributes.keys():
                     method = forward_of_others(module) if name == "forward" else attributes[name]
                     of = set() if method is None else {*libraries_of(method, but=getattr(type_, name, None))}

@@ -84,16 +84,6 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return int(max(sizes))
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
-    """The hooks around the forwards of modules, each with its module; accelerate's are attributes of modules."""
-    for module in modules:
-        if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                yield module, hook
-        if (whole := module.__dict__.get(ACCELERATE_HOOK)) is not None:  # an attribute that is missing takes torch 6 µs
-            yield from ((module, hook) for hook in getattr(whole, "hooks", (whole,)))
-
-
 def global_hooks() -> list[Any]:
     """Returns the hooks around the forwards of all modules."""
     of = nn.modules.module
@@ -180,17 +170,20 @@ class ModelView:
     @cached_property
     def weights(self) -> dict[type, torch.Tensor]:
         """One of the weights of each class of weights."""
-        weights: dict[type, torch.Tensor] = {}
-        for module in self.modules:
-            for weight in module.__dict__.get("_parameters", {}).values():
-                weights[type(weight)] = weight
-        weights.pop(type(None), None)
-        return weights
+        weights = {type(weight): weight for module in self.modules for weight in module._parameters.values()}
+        return {type_: weight for type_, weight in weights.items() if weight is not None}
 
     @cached_property
     def hooks(self) -> list[tuple[nn.Module, Any]]:
-        """The hooks around forwards of single modules, each with its module."""
-        return list(hooks_of(self.modules))
+        """The hooks around forwards of single modules, each with its module; accelerate's are attributes of these."""
+        hooks = list[tuple[nn.Module, Any]]()
+        for module in self.modules:
+            if module._forward_pre_hooks or module._forward_hooks:  # which others may change meanwhile
+                around = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+                hooks += [(module, hook) for hook in around]
+            if (whole := module.__dict__.get(ACCELERATE_HOOK)) is not None:
+                hooks += [(module, hook) for hook in getattr(whole, "hooks", (whole,))]
+        return hooks
 
     def has_hooks(self, but_of: Collection[str], but: Callable[[Any], bool] = lambda hook: False) -> bool:
         """Returns whether hooks, other than those of some libraries and ``but`` others, see or change what goes through

@@ -17,6 +17,7 @@ from helpers.models import ROW
 from helpers.processes import TESTS, python
 from helpers.train.by_hand import stacked
 from hf_selfspec import EarlyExit, EarlyExitLoss, FixedLength, LayerDropout, Rotational, SelfSpec
+from hf_selfspec.generate import decoder
 from hf_selfspec.model import transfer
 from hf_selfspec.train import layer_dropout, loss_scale, training
 
@@ -181,10 +182,10 @@ def test_what_a_step_of_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer takes it a second, however long the host needs to hand it over."""
-    done: list[Any] = []
+    done, events = list[Any](), list[Any]()
     monkeypatch.setattr(transfer, "TIMED", ("cpu",))
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Mock, current_stream=str))
-    monkeypatch.setattr(Mock, "record", lambda event, stream: setattr(event, "at", len(done)), raising=False)
+    monkeypatch.setattr(Mock, "record", lambda event, _: events.append(setattr(event, "at", len(done))), raising=False)
     monkeypatch.setattr(Mock, "elapsed_time", lambda event, later: 1e3 * (later.at - event.at), raising=False)
     for layer in fresh_llama.model.layers:
         layer.mlp.register_forward_hook(lambda *_: done.append(0))
@@ -197,6 +198,14 @@ def test_phases_take_the_time_of_the_device(fresh_llama: LlamaForCausalLM, monke
     assert stats.draft_seconds == 2 * stats.draft_steps > 20
     assert stats.prefill_seconds == 6
     assert stats.verify_seconds == len(done) - 6 - stats.draft_seconds > 4 * stats.rounds
+    # Events take the host's time, so few rounds have them, and those between are taken to be like the last of these.
+    monkeypatch.setattr(decoder, "TIMED", ("cpu",))
+    events.clear()
+    fresh_llama.generate(**ROW, max_new_tokens=80, eos_token_id=None, assistant=spec)
+    assert spec.stats is not None
+    timed = [number for number in range(spec.stats.rounds) if number < 4 or number % decoder.TIMED_ROUNDS == 0]
+    assert len(events) == 2 + 4 * len(timed) < 2 * spec.stats.rounds
+    assert spec.stats.draft_seconds > 0 < spec.stats.verify_seconds
 
 
 @pytest.mark.slow

@@ -193,9 +193,9 @@ def _state_of(model: PreTrainedModel) -> tuple[Any, ...]:
         tensors += module._parameters.values()
         tensors += module._buffers.values()
     state += [value if type(value) in _PLAIN else _constant(value) for value in values]
-    for tensor in tensors:
-        if tensor is not None:
-            state += _memory_of(tensor)
+    weights = [tensor for tensor in tensors if tensor is not None]
+    state += map(id, weights)
+    state += [each.data_ptr() if type(each) is torch.nn.Parameter else _memory_of(each) for each in weights]
     return state, str(model.config.to_dict()), attention_implementation(model.config)
 
 
@@ -214,7 +214,7 @@ def _constant(value: Any) -> Any:
     if type_ in _FUNCTIONS:
         return id(value)
     if type_ is dict:
-        return list(map(_constant, value.items()))
+        return list(map(_constant, list(value.items())))
     return list(map(_constant, value)) if type_ in (list, tuple) else type_
 
 
