@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from time import perf_counter
 from types import FunctionType
