@@ -78,11 +78,10 @@ class Prompt:
                 "cache, or the new tokens with an `attention_mask` over the whole text."
             )
         tokens = source[:, -fresh:]
-        mask = input_ids.new_ones(1, width) if attention_mask is None else attention_mask
-        valid = mask.bool()
-        has_gaps = attention_mask is not None and bool((valid[:, :-1] & ~valid[:, 1:]).any())
-        has_positions = not has_gaps and _are_unusual(position_ids, mask)
-        if attention_mask is None or has_gaps:
+        valid = None if attention_mask is None else attention_mask.bool()
+        has_gaps = valid is not None and bool((valid[:, :-1] & ~valid[:, 1:]).any())
+        has_positions = not has_gaps and _are_unusual(position_ids, valid, width)
+        if valid is None or has_gaps:
             as_it_is = [past_tokens] * b, [fresh] * b, [width - columns] * b
             return cls(tokens, *as_it_is, width, None, has_positions, has_gaps)
         lengths = valid[:, past_tokens:].sum(1).tolist()
@@ -136,13 +135,14 @@ def _front(valid: torch.Tensor) -> torch.Tensor:
     return (~valid).int().argsort(dim=1, stable=True)
 
 
-def _are_unusual(position_ids: torch.Tensor | None, mask: torch.Tensor) -> bool:
+def _are_unusual(position_ids: torch.Tensor | None, valid: torch.Tensor | None, width: int) -> bool:
     """Whether positions of several dimensions differ from 0, 1, 2, ... over each row's tokens."""
     if position_ids is None:
         return False
-    columns = position_ids.shape[-1]
-    expected = (mask.long().cumsum(1) - 1)[:, -columns:]
-    differ = bool(((position_ids != expected) & mask.bool()[:, -columns:]).any())
+    columns, device = position_ids.shape[-1], position_ids.device
+    expected = torch.arange(width, device=device)[None] if valid is None else valid.long().cumsum(1) - 1
+    differing = position_ids != expected[:, -columns:]
+    differ = bool((differing if valid is None else differing & valid[:, -columns:]).any())
     if differ and position_ids.dim() == 2:
         raise UnsupportedOptionError(
             "`position_ids` other than 0, 1, 2, ... over each row's tokens are not supported. Leave them out."
