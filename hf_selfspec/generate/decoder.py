@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,8 +25,7 @@ from ..model.transfer import TIMED, is_out_of_memory, moment, seconds_between
 from .output import Output
 from .walk import verify, verify_in_step
 
-# On a GPU, one round of so many is timed by events, beside the first few.
-TIMED_ROUNDS = 16
+TIMED_ROUNDS = 16  # of so many a GPU times one by events, beside the first few
 
 
 @dataclass
@@ -147,7 +145,7 @@ class Decoder:
         device, stats, started = self.text.device, self.stats, perf_counter()
         # A GPU's events take its host time, so that rounds between those that are timed are divided like the last one.
         is_timed = device.type not in TIMED or stats.verify_passes < 4 or stats.verify_passes % TIMED_ROUNDS == 0
-        clock = partial(moment, device) if is_timed else lambda: None
+        clock = (lambda: moment(device)) if is_timed else perf_counter
         draft, tops, begun = Draft.none(self.text), None, clock()
         with self._surviving():
             draft = self.draft.propose(self.text, self._max_new())

@@ -102,7 +102,7 @@ class Unseen:
     @classmethod
     def of(cls, view: ModelView) -> Unseen:
         """Looks at the class, modules, weights, hooks, functions and attention of a model, in each call anew."""
-        model, modules, classes = view.model, view.modules, view.classes
+        model, modules, classes = view.model, view.modules, set[Any](map(type, view.modules))
         own: dict[str, None] = {}
         attached: dict[str, None] = {}
         holders: list[Any] = []

@@ -163,11 +163,6 @@ class ModelView:
         self.model, self.modules = model, all_modules(model)
 
     @cached_property
-    def classes(self) -> set[Any]:
-        """The classes of the modules."""
-        return set(map(type, self.modules))
-
-    @cached_property
     def weights(self) -> dict[type, torch.Tensor]:
         """One of the weights of each class of weights."""
         weights = {type(weight): weight for module in self.modules for weight in module._parameters.values()}

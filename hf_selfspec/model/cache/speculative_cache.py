@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLa
 from ..anatomy import Anatomy
 from ..graphs.captures import BufferPool, step_above
 from ..layout import TreeLayout
-from ..module_tools import all_modules
 from ..transfer import RowNumbers, upload
 from .layers import LayerBuffers, RecurrentLayer, SpeculativeLayer
 from .timeline import StateLog, StateUpdate, Timeline
@@ -338,7 +337,6 @@ def window_of(layer: Any) -> int | None:
 
 def _shape_of(like: Any, attention: nn.Module | None) -> Hashable | None:
     """What is equal in layers whose keys and values have the same shape and device, ``None`` where that is unknown."""
-    modules = [] if attention is None else all_modules(attention)  # quicker than ``parameters()``
-    weight = next((each for module in modules for each in module._parameters.values() if each is not None), None)
+    weight = None if attention is None else next(attention.parameters(), None)
     is_recurrent = isinstance(like, LinearAttentionCacheLayerMixin)
     return None if weight is None else (is_recurrent, window_of(like) is None, weight.shape, weight.device)
