@@ -27,7 +27,7 @@ _HOPED = 2.0
 _TRIED = 4
 # Of how often tokens of a line were right at each depth: the weight of the rounds before against the next one, and in
 # tokens that of the depth before, so that depths which were left out come back. (8 rows by the costs of an 8B model,
-# computed for an H200: 1.03 to 1.15 of the speed of whole lines of 15; where width costs nothing 0.984 to 1.0, and with
+# computed for an H200: 0.99 to 1.15 of the speed of whole lines of 15; where width costs nothing 0.984 to 1.0, and with
 # 0.9 0.975.)
 _LINES, _DOUBTED = 0.8, 4.0
 # Sources that do not pay are tried again for at most this share of the time. A round of such a source is taken to lose

@@ -42,7 +42,8 @@ class Difference:
         margin: how far the lower one's logit is below the full model's highest; infinite where a token is forbidden, or
             where one text has ended.
         tolerance: the largest margin that rounding can explain: six times the noise that was measured there, between
-            the logits of tokens that go through the model one at a time and together, or one step of their dtype.
+            the logits of tokens that go through the model one at a time and together, and one step of their dtype, to
+            which both logits are rounded.
         texts: the two tokens as text, in an :class:`Audit`; ``None`` where a text has ended.
     """
 
@@ -229,7 +230,7 @@ def difference_at(
     noise = float((together.float() - stepwise.float())[likeliest].std(correction=0))
     step = torch.finfo(stepwise.dtype).eps * 2.0 ** (math.frexp(float(stepwise.max()))[1] - 1)
     lower = -math.inf if min(expected, token) < 0 else float(scores[[expected, token]].min())
-    return Difference(row, column, expected, token, float(scores.max()) - lower, max(_NOISES * noise, step))
+    return Difference(row, column, expected, token, float(scores.max()) - lower, _NOISES * noise + step)
 
 
 def _last_logits(model: PreTrainedModel, text: torch.Tensor, steps: int) -> torch.Tensor:
