@@ -35,6 +35,8 @@ from .generate.choosing import attach as attach
 from .generate.choosing import detach as detach
 from .generate.seams import install as install
 from .generate.seams import uninstall as uninstall
+from .generate.streaming import MarkedStreamer as MarkedStreamer
+from .generate.streaming import Piece as Piece
 from .learned.saving import register as register
 from .model.anatomy import Architecture as Architecture
 from .model.anatomy import register_architecture as register_architecture

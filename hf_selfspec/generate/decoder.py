@@ -130,8 +130,8 @@ class Decoder:
             self.target.graphs, self.target.cache.has_unknown_readers = None, True
         return before == self._switches
 
-    def _show(self, tokens: list[int]) -> bool:
-        self.output.put(tokens)
+    def _show(self, tokens: list[int], from_draft: list[bool]) -> bool:
+        self.output.put(tokens, from_draft)
         return self._is_model_as_before()
 
     def _is_needed(self) -> bool:

@@ -207,12 +207,14 @@ class Output:
         while (step := self.streamed) < ready:
             rows = zip(self.text.new, counts, strict=True)
             tokens = [row[step] if step < count else self.pad_token for row, count in rows]
-            self.put(tokens)
+            self.put(tokens, [any(drafted[step : step + 1]) for drafted in self.stats.from_draft])
 
-    def put(self, tokens: list[int]) -> None:
+    def put(self, tokens: list[int], from_draft: list[bool]) -> None:
         """Shows the next token of each row."""
         self.streamed += 1
         if self.streamer is not None:
+            if hasattr(self.streamer, "from_draft"):  # it marks drafted tokens
+                self.streamer.from_draft = from_draft
             self.streamer.put(torch.tensor(tokens, device="cpu"))
 
     def ids(self) -> torch.Tensor:

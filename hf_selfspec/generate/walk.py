@@ -146,12 +146,12 @@ def verify_in_step(
     done: list[bool],
     steps: list[torch.Tensor] | None,
     pad_token: int,
-    show: Callable[[list[int]], bool],
+    show: Callable[[list[int], list[bool]], bool],
 ) -> tuple[list[Verdict], torch.Tensor]:
     """Walks all rows through their drafts together until one disagrees, so all get the same number of tokens;
     processors and criteria are called for the whole batch as by plain ``generate``. They may write to the ids
     ``[b, s]``, which are returned, too; the draft after a token that they replace is dropped. ``show`` gets the new
-    tokens; it returns whether the next ones can come from the same forward."""
+    tokens, and whether each was drafted; it returns whether the next ones can come from the same forward."""
     pick, scores = choose_sampled if scorer.do_sample else choose_greedy, logits[:, 0]
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
@@ -170,12 +170,14 @@ def verify_in_step(
         tokens = [pad_token if ended else verdict.tokens[-1] for verdict, ended in zip(verdicts, done, strict=True)]
         ids = torch.cat([ids, upload(tokens, ids.device)[:, None]], dim=1)
         ends, written = read(stopper.criteria(ids, None if steps is None else tuple(steps)), ids[:, -1])
+        from_draft = [False for _ in done]
         for row, verdict in enumerate(verdicts):
             if not done[row]:
                 verdict.stopped = bool(ends[row])
                 if written[row] != tokens[row]:
                     nodes[row] = verdict.nodes[-1] = -1
-        goes_on = show(tokens)
+                from_draft[row] = verdict.nodes[-1] >= 0
+        goes_on = show(tokens, from_draft)
         if not goes_on or min(nodes) < 0 or any(verdict.stopped for verdict in verdicts):
             break
     for verdict, ended, chosen in zip(verdicts, done, ids[:, max(text.lengths) :].tolist(), strict=True):
