@@ -39,6 +39,7 @@ from hf_selfspec.modules.heads import ExitHeads, Predictions, calibrate, confide
 
 
 def test_calibrations() -> None:
+    assert confidence(torch.tensor([[0.0, 0.0], [9.0, -9.0]])).tolist() == pytest.approx([-math.log(2), 0], abs=1e-5)
     texts: list[Predictions] = [
         (torch.tensor(sure), torch.tensor(right).float())
         for sure, right in (

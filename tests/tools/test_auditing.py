@@ -111,6 +111,7 @@ class Rounding(torch.nn.Module):
         ((1, 2), 0.01, 0.05, True),  # of three that are nearly as likely, rounding may choose any two
         ((1, 2), 0.005, 0.05, False),
         ((0, 1), 0.0, 0.0, True),
+        ((0, 1), 2**-19, 0.0, True),  # beside which a step counts
         ((1, 3), 0.1, 2.0, False),
         ((1, 4), 0.1, float("inf"), False),  # a forbidden token
         ((1, -1), 0.1, float("inf"), False),  # a text that has ended
@@ -126,7 +127,7 @@ def test_near_ties(pair: tuple[int, int], noise: float, margin: float, is_tie: b
     found = difference_at(0, 0, *pair, model, torch.ones(1, 40, dtype=torch.long), scores)
     assert model.tokens == [8, *[1] * 32, 40]
     # With one step from 10 to the next number of float32.
-    assert found.tolerance == pytest.approx(6 * noise + 2**-20, rel=1e-3)
+    assert found.tolerance == pytest.approx(6 * noise + 2**-20, rel=1e-2)
     assert found.margin == pytest.approx(margin, abs=1e-5)
     assert found.is_near_tie == is_tie
 
