@@ -140,7 +140,7 @@ def audit(args: Namespace) -> int:
     ),
     _OUT,
     _PROMPT_FIELD,
-    _number("prompts", "prompts of each kind; otherwise 20 for a single kind, 5 each for several"),
+    _number("prompts", "prompts of each kind that fit; otherwise 20 for a single kind, 5 each for several"),
     _number("max-prompt-tokens", "longer prompts are left out"),
     *_CHAT,
     _option(
@@ -159,7 +159,7 @@ def bench(args: Namespace) -> None:
     from .. import compare
     from ..learned.files import check_folder
     from ..model.encoding import check_chats
-    from .compare import drawn, texts_of
+    from .compare import texts_of
     from .methods import methods_of, split
 
     named = _named(args)
@@ -168,13 +168,13 @@ def bench(args: Namespace) -> None:
     if methods is not None:
         methods_of(methods)  # before the model, so that errors are reported at once, as those in files
     texts = texts_of(args.data, args.field)
-    prompts = drawn(texts, args.prompts or (_OF_ONE_KIND if len(texts) == 1 else _OF_EACH_KIND), args.seed)
     names = ("max_new_tokens", "max_prompt_tokens", "temperature", "batch_size", "seed", "chat", "out")
     options = {name: getattr(args, name) for name in names}
+    options["prompts_a_kind"] = args.prompts or (_OF_ONE_KIND if len(texts) == 1 else _OF_EACH_KIND)
     tokenizer = named.tokenizer()
     if args.chat:
         check_chats(tokenizer)
-    comparison = compare(named.model(), tokenizer, prompts, methods, **options)
+    comparison = compare(named.model(), tokenizer, texts, methods, **options)
     print(f"{comparison}\n\nThe report is {args.out}/report.md.")
 
 

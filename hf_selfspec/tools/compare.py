@@ -70,6 +70,7 @@ def compare(
     *,
     max_new_tokens: int = 128,
     max_prompt_tokens: int | None = None,
+    prompts_a_kind: int | None = None,
     temperature: float = 0.0,
     batch_size: int = 1,
     seed: int = 0,
@@ -93,9 +94,10 @@ def compare(
             compiled decoding where the device compiles, and every preset that fits the model.
         max_new_tokens: the most new tokens for each prompt, at least 2.
         max_prompt_tokens: longer prompts are left out; ``None`` for those that the model cannot take.
+        prompts_a_kind: how many are drawn by ``seed`` from those of each kind that fit; ``None`` for all.
         temperature: 0 for greedy; else drawn texts have ``max_new_tokens`` tokens each.
         batch_size: prompts that are generated together.
-        seed: seed of sampling.
+        seed: seed of sampling, and of the choice of prompts.
         chat: whether a string is a message of a user, by default where there is a chat template.
         out: folder for the report.
 
@@ -119,17 +121,26 @@ def compare(
     kinds = texts if isinstance(texts, Mapping) else {KIND: texts}
     if not kinds:
         raise SettingError("compare(texts) has no kinds of prompts. Give at least one: {'questions': [...]}.")
-    checked = {str(kind): checked_texts("compare", of_kind, chats=True) for kind, of_kind in kinds.items()}
-    encoded = [
-        [Prompt(kind, token_ids(tokenizer, text)) for text in as_prompts(tokenizer, each, chat)]
-        for kind, each in checked.items()
-    ]
-    in_turn = [prompt for together in zip_longest(*encoded) for prompt in together if prompt is not None]
-    prompts = [prompt for prompt in in_turn if 0 < len(prompt.ids) <= longest]
+    if prompts_a_kind is not None:
+        check_count("compare(prompts_a_kind)", prompts_a_kind)
+    draw, found, too_long = random.Random(seed), list[list[Prompt]](), 0
+    for kind, of_kind in kinds.items():
+        candidates = as_prompts(tokenizer, checked_texts("compare", of_kind, chats=True), chat)
+        if prompts_a_kind is not None:
+            draw.shuffle(candidates)
+        found.append([])
+        for ids in (token_ids(tokenizer, text) for text in candidates):
+            if not 0 < len(ids) <= longest:
+                too_long += 1
+            elif len(found[-1]) == prompts_a_kind:
+                break
+            else:
+                found[-1].append(Prompt(str(kind), ids))
+    prompts = [prompt for together in zip_longest(*found) for prompt in together if prompt is not None]
     if len(prompts) < batch_size:
         raise SettingError(
-            f"{len(prompts)} of {len(in_turn)} prompts fit the model, for batches of {batch_size}. Give shorter or "
-            "more prompts, fewer max_new_tokens, or smaller batches."
+            f"{len(prompts)} of {len(prompts) + too_long} prompts fit the model, for batches of {batch_size}. "
+            "Give shorter or more prompts, fewer max_new_tokens, or smaller batches."
         )
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     starts = range(0, len(prompts) - batch_size + 1, batch_size)
@@ -156,7 +167,7 @@ def compare(
         "machine": machine(inner.device),
         "hf_selfspec": __version__,
         "prompts": dict(Counter(prompt.kind for prompt in prompts)),
-        "prompts_left_out": len(in_turn) - len(prompts),
+        "prompts_left_out": too_long,
         **{"max_new_tokens": max_new_tokens, "temperature": temperature, "batch_size": batch_size, "seed": seed},
         "clock": clock,
     }
@@ -229,12 +240,6 @@ def texts_of(data: Iterable[str], column: str | None = None) -> dict[str, list[T
         for row in read_rows(path, column):
             texts.setdefault(str(row.columns.get(_COLUMN) or KIND), []).append(row.prompt(column))
     return texts
-
-
-def drawn(texts: Mapping[str, Sequence[TextOrChat]], count: int, seed: int) -> dict[str, list[TextOrChat]]:
-    """Returns ``count`` prompts of each kind, drawn by ``seed``."""
-    draw = random.Random(seed)
-    return {kind: draw.sample(list(each), min(count, len(each))) for kind, each in texts.items()}
 
 
 # Instruction sets by which what pays differs, as Linux calls them.

@@ -17,7 +17,7 @@ from hf_selfspec import Comparison, ConfidenceThreshold, FixedLength, SelfSpec, 
 from hf_selfspec.drafts import Cascade, EarlyExit, Lookup, SkipLayers
 from hf_selfspec.errors import SelfSpecError, SettingError
 from hf_selfspec.tools.cli import main
-from hf_selfspec.tools.compare import drawn, texts_of
+from hf_selfspec.tools.compare import texts_of
 from hf_selfspec.tools.comparison import Call, measures, speedup
 from hf_selfspec.tools.methods import LAYERS, METHODS, PLAIN, SPECS, STATIC, Method, methods_of, read_spec, split
 
@@ -261,16 +261,16 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_kinds_of_prompts(data: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As many are drawn of each; those that are too long are left out, and each kind has its figure."""
+    """As many are drawn of each of those that are not too long, and each kind has its figure."""
     texts = texts_of([str(data)])
     assert texts["text"] == ["def read(path):", [{"role": "user", "content": "import os"}]]
-    found = drawn(texts, 2, 0)
-    assert {kind: len(each) for kind, each in found.items()} == dict.fromkeys([*KINDS, "text"], 2)
-    assert found == drawn(texts, 2, 0)
     kinds = {"short": ["def f", "import os", "class A:"], "long": [20 * "x = 1\n", "return x"]}
-    compared = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], max_new_tokens=4, max_prompt_tokens=16)
+    limits: dict[str, Any] = {"max_new_tokens": 4, "max_prompt_tokens": 16}
+    compared = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **limits)
     about = compared.results["about"]
     assert (about["prompts"], about["prompts_left_out"]) == ({"short": 3, "long": 1}, 1)
+    one_each = compare(model, tokenizer, kinds, ["prompt-lookup(2)"], **limits, prompts_a_kind=1).results["about"]
+    assert one_each["prompts"] == {"short": 1, "long": 1}
     assert set(compared.results["methods"][1]["by_kind"]) == {"short", "long"}
     assert "short" in str(compared).splitlines()[0]
     data.write_text('{"question": "a", "answer": "b"}')
