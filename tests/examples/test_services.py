@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from helpers.processes import EXAMPLES, library
+from helpers.processes import EXAMPLES, TESTS, library, python
 from hf_selfspec import SelfSpec
 
 QUESTIONS = ("def read_text(path):", "def write_text(path, text):", "class Stack:")
@@ -211,3 +212,21 @@ def test_the_server_of_transformers(
     assert whole.json()["choices"][0]["message"]["content"] == text
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events(streamed.text)) == text
     assert example.SPEC.stats.drafted > 0
+
+
+@pytest.mark.slow
+def test_datatrove_starts_the_service(
+    chat_model: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Its custom server, in a process of its own, and what a document's metadata say of a request."""
+    for name in ("datatrove", "aiofiles", "fastapi", "uvicorn"):
+        library(name)
+    python(TESTS / "helpers" / "datatrove_run.py", chat_model, tmp_path, *QUESTIONS)
+    documents = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    found = {document["text"]: document["metadata"]["rollout_results"][0] for document in documents}
+    for question in QUESTIONS:
+        ids = answer(model, tokenizer, question + "\n")
+        assert found[question]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+        usage = found[question]["usage"]
+        assert (usage["completion_tokens"], usage["served_by"]) == (len(ids), "SelfSpec()")
+        assert usage["tokens_a_round"] >= 1
