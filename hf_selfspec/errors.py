@@ -88,8 +88,8 @@ def left_to_plain(model: str, default_of: str, error: Exception) -> str:
     why = str(error) if isinstance(error, SelfSpecError) else f"{type(error).__name__}: {brief(error)}"
     who = f"the SelfSpec {default_of}" if default_of else f"the SelfSpec of a call of {model}"
     warn_once(
-        f"{who} cannot serve a call, so plain generate serves it: {why} (A call with generate(assistant=False) does "
-        "without it and without this warning.)",
+        f"{who} cannot serve a call, so plain generate serves it: {why} (generate(assistant=False) asks for plain "
+        "generate, without this warning.)",
         ignore_numbers=True,
     )
     return f"this SelfSpec cannot serve it ({why})"

@@ -51,7 +51,7 @@ FIRST_SLOTS = 1024
 _GAPS = (
     "the prompts are padded on the right, or have masked columns between their tokens, and generation goes on after "
     "the last column. For faster results (and correct ones, where padding is on the right) set the tokenizer's "
-    "padding_side='left', and mask no columns behind a row's first token."
+    "padding_side='left', and leave no masked columns after a row's first token."
 )
 
 

@@ -29,7 +29,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("assistant_early_exit", (None,), "it is another way of drafting; use SelfSpec(draft=EarlyExit(layer))"),
     ("use_mtp", (None, False), "it is another way of drafting; choose one of the two"),
     ("cache_implementation", (None, "dynamic", "static"), "only a dynamic or static cache is supported; leave it out"),
-    ("token_healing", (None, False), "it writes the end of the prompt anew; leave it out"),
+    ("token_healing", (None, False), "it rewrites the end of the prompt; leave it out"),
     ("output_attentions", (None, False), "drafted tokens do not have the attentions of single steps; leave it out"),
     ("output_hidden_states", (None, False), "drafting skips layers, whose states do not exist; leave it out"),
 )
@@ -77,11 +77,12 @@ def check_exact(model: PreTrainedModel, inputs: Inputs, config: Any, reasons: Ma
     is_whole = prompt.valid is None
     is_text = inputs.is_text and prompt.tokens.dim() == 2
     precision = reduced_precision(model.device) if model.dtype is torch.float32 else ""
+    dtype = str(model.dtype).removeprefix("torch.")
     reasons = {
         **reasons,
         f"matrices of float32 may be multiplied in {precision} (torch.set_float32_matmul_precision and flags of "
         "torch.backends)": bool(precision),
-        "dtypes other than bfloat16 may round a number by its place": model.dtype is not torch.bfloat16,
+        f"in {dtype} rounding may depend on the place of a number in a forward": model.dtype is not torch.bfloat16,
         "it serves one prompt of ids, without masked columns": len(prompt.lengths) > 1 or not is_whole or not is_text,
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         "use_cache is False": config.use_cache is False,

@@ -295,7 +295,7 @@ def _read(path: Path) -> Saved | None:
 
 def _begins_anew(error: SettingError) -> None:
     """Warns of a file of ``cache_dir`` that cannot be used; the next write takes its place."""
-    warn_once(f"findings begin anew, since their file cannot be used: {error}")
+    warn_once(f"what was learned before is lost, since its file cannot be used: {error}")
 
 
 def _without_texts(saved: Saved | None) -> Saved | None:

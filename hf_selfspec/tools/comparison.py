@@ -36,8 +36,8 @@ _PLAINS_COLOUR, _THEIR_COLOUR, _OUR_COLOUR = "#999999", "#E69F00", "#0072B2"
 _LONGEST = 34
 _NOTHING = "–"
 _NOTE = (
-    "Speed-up: mean of the prompts' tokens per second over plain generate's, whole calls, all but the first prompt.\n"
-    "Drafts alone: over plain generate with the same linear layers. Tokens a round: with the bonus token."
+    "Speed-up: how many times plain generate's tokens per second; whole calls, mean of all prompts but the first.\n"
+    "Drafts alone: the same, beside plain generate with our linear layers. Tokens a round include the bonus token."
 )
 Json = dict[str, Any]
 

@@ -162,7 +162,7 @@ def test_a_damaged_cache_begins_anew(tmp_path: Path) -> None:
     for content in (*OTHER_CONTENT, file.read_bytes()[:-2], file.read_bytes().replace(b'"arrays"', b'"array"')):
         file.write_bytes(content)
         (words,) = told(replace(OVER, cache_dir=tmp_path), 20)
-        assert words.startswith(f"findings begin anew, since their file cannot be used: {file}")
+        assert words.startswith(f"what was learned before is lost, since its file cannot be used: {file}")
         assert told(replace(OVER, cache_dir=tmp_path), 20) == []
 
 

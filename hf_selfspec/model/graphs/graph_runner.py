@@ -95,8 +95,8 @@ class GraphRunner:
         except IndexError:
             self.target.graphs = None
             warn_once(
-                f"{graphs.whose} runs without graphs in some calls, which takes several times as long, since they "
-                f"serve {POOLS} at a time. The output is the same."
+                f"{graphs.whose} runs some calls without graphs, which takes several times as long, since at most "
+                f"{POOLS} calls can use graphs at the same time. The output is the same."
             )
             yield
             return

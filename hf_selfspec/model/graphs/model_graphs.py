@@ -114,7 +114,7 @@ class ModelGraphs:
             free = torch.cuda.mem_get_info(device)[0]
         self.has_room = free >= _FREE * total
         if not self.has_room:
-            warn_once(f"{self.whose} has no further graphs while so little of its device's memory is free.")
+            warn_once(f"{self.whose} makes no more graphs while so little memory of its device is free.")
             return False
         if sum(len(pool.graphs) for pool in self.pools.all) >= _MOST:
             graphs = max((pool.graphs for pool in self.pools.all), key=len)
