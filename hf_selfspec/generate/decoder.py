@@ -193,8 +193,10 @@ class Decoder:
         # The lower layers' recurrent states would have to hold a sibling's ancestors, which ran in another forward.
         can_start_later = nodes is None or not target.anatomy.is_recurrent
         can_start_later &= all(layer >= draft.prefix for layer in target.verified_layers)
+        ready = 0 if draft.states is None else draft.states.shape[1]
+        can_start_later &= ready > draft.size or not target.takes_as_one(draft.size)
         start, states = (draft.prefix, draft.states) if can_start_later and draft.states is not None else (0, None)
-        if states is not None and (ready := states.shape[1]) <= draft.size:
+        if states is not None and ready <= draft.size:
             assert isinstance(tokens, torch.Tensor)
             lower = target.step(
                 tokens[:, ready:],

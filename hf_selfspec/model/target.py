@@ -164,6 +164,11 @@ class Target:
         """Whether forwards take tokens that the host knows as lists, without another upload than that of the ids."""
         return self.graphs is not None or (self.active_rows is None and self.device == device == torch.device("cpu"))
 
+    def takes_as_one(self, drafted: int) -> bool:
+        """Whether a GPU runs layers over each row's last token and ``drafted`` ones in the time that one token takes,
+        so that nothing is saved where all but one of them have been through these layers."""
+        return self.graphs is not None and len(self.roots) * (drafted + 1) <= self.graphs.graphs.cheap_tokens
+
     def end_round(self) -> None:
         """Ends a round of decoding: layers that have not had to obey for a while run as they are."""
         self._unused_rounds += 1

@@ -66,7 +66,8 @@ class PlanDrafter(Drafter):
     @property
     def _prefix(self) -> int:
         """The layer whose input states are kept for verification, 0 for none."""
-        return self.plan.first_altered if self.target.anatomy.replay else 0
+        is_needed = self.target.anatomy.replay and not self.target.takes_as_one(self.session.longest)
+        return self.plan.first_altered if is_needed else 0
 
     def _step(self, text: Text, feed: torch.Tensor, cursors: RowNumbers, drafting: list[bool]) -> DraftStep:
         """Runs the drafting part over one or more tokens of each row ``[b, s]``; rows that have ended run along."""

@@ -191,8 +191,8 @@ class SearchingDraft(PlanDrafter):
     def matchness(self, text: Text, plan: LayerPlan, window: int) -> float:
         """The share of the last ``window`` tokens of all rows that ``plan`` predicts after the text before them."""
         ends = torch.tensor(text.lengths, device="cpu")[:, None]
-        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0).to(text.device)
-        tokens = text.ids.gather(1, columns)
+        columns = (ends - 1 - window + torch.arange(window + 1, device="cpu")).clamp(min=0)
+        tokens = text.ids.gather(1, upload(columns.tolist(), text.device))
         step = self.target.step(tokens[:, :-1], text.last_slots(), ForwardPass(plan), TreeLayout.replay(window))
         assert step.logits is not None
         scores = self.scorer.roughly(step.logits.to(tokens.device, torch.float32))
