@@ -3,6 +3,8 @@
 import ast
 import importlib.util
 import multiprocessing
+import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -167,3 +169,19 @@ def test_stats_are_those_of_the_thread() -> None:
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         assert (tokens(4), one.submit(tokens, 6).result()) == (4, 6)
         assert (tokens(), other.submit(tokens).result()) == (4, 6)
+
+
+def test_a_clone_in_the_current_folder_does_not_hide_the_package(tmp_path: Path) -> None:
+    """As when somebody starts Python in the folder into which the repository was cloned."""
+    places = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "from importlib.util import find_spec; print(getattr(find_spec('hf_selfspec'), 'origin', 'not installed'))"
+
+    def found() -> str:
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=tmp_path, env=places, capture_output=True, text=True, check=True)
+        return Path(done.stdout.strip()).name
+
+    if found() == "not installed":
+        pytest.skip("the package is not installed in this environment")
+    (tmp_path / "hf_selfspec" / "hf_selfspec").mkdir(parents=True)
+    assert found() == "__init__.py"
