@@ -101,8 +101,8 @@ def test_the_first_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.every_run("your_own_draft")
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_notebooks_run(notebook: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their cells one after another, with shorter texts."""
-    monkeypatch.chdir(ROOT)
+    """Their cells one after another, where Jupyter runs them, with shorter texts."""
+    monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setitem(sys.modules, notebook, module := types.ModuleType(notebook))
     for cell in json.loads((ROOT / "examples" / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
