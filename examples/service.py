@@ -174,7 +174,9 @@ def service(
         usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
         usage["tokens_a_round"] = round(stats.mean_generated_length, 3)
         usage["served_by"] = f"plain generate: {stats.left_to_generate}" if stats.left_to_generate else "SelfSpec()"
-        reason = "length" if len(ids) == request.max_tokens else "stop"
+        ends = model.generation_config.eos_token_id
+        has_ended = ids[-1] in (ends if isinstance(ends, list) else [ends])
+        reason = "stop" if has_ended or len(ids) < request.max_tokens else "length"
         return {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": "chat.completion",

@@ -108,7 +108,9 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_service_with_concurrent_requests(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     httpx = library("httpx")
     library("fastapi")
     expected = {prompt: answer(model, tokenizer, prompt + "\n") for prompt in QUESTIONS[:2]}  # of its chat template
@@ -140,6 +142,12 @@ def test_a_service_with_concurrent_requests(model: PreTrainedModel, tokenizer: P
             for request, found in zip(requests, pool.map(ids, requests), strict=True):
                 assert found == expected[request[1]]
         assert httpx.get(f"{address}/v1/models").json()["data"]
+        text, found_ids = next(iter(expected.items()))
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1 + found_ids.index(found_ids[2])}
+        for ends, reason in ((model.generation_config.eos_token_id, "length"), ([found_ids[2]], "stop")):
+            monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+            reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
+            assert reply["choices"][0]["finish_reason"] == reason
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
