@@ -1,7 +1,7 @@
 """Where greedy texts of one model diverge, and whether rounding explains it; audits of a ``SelfSpec``."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -196,7 +196,10 @@ def new_tokens(model: PreTrainedModel, sequences: torch.Tensor, width: int) -> l
 
 
 def differences_of(
-    model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], ours: list[list[int]]
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    options: Mapping[str, Any],
+    ours: Iterable[Sequence[int]],
 ) -> list[Difference]:
     """Where rows of new tokens diverge from those of plain ``generate`` with these inputs and options, by its scores,
     processors included; columns count new tokens."""

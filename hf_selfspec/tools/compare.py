@@ -32,7 +32,7 @@ from ..model.patching import evaluating
 from ..model.transfer import wait_for
 from ..train.loading import read_rows
 from ..validation import StrPath, check_count
-from .audits import differences_of, new_tokens
+from .audits import Difference, differences_of, new_tokens
 from .comparison import Call, Comparison, measures
 from .methods import LAYERS, PLAIN, STATIC, Method, Methods, fitting, methods_of
 
@@ -156,7 +156,7 @@ def compare(
     with evaluating(inner):
         compared, left_out = fitting(inner, chosen, batches[0])
         calls = _calls(inner, batches, compared, options, seed, clock)
-        differing = {name: _differences(inner, batches, calls, name, options) for name in calls if not temperature}
+        differing = {} if temperature else _differences(inner, batches, calls, options)
     from .. import __version__
 
     about = {
@@ -220,16 +220,27 @@ def _calls(
 
 
 def _differences(
-    model: PreTrainedModel, batches: Sequence[Batch], calls: Mapping[str, Sequence[Call]], name: str, options: Any
-) -> list[dict[str, Any]]:
-    """Where greedy texts of a method differ from plain generate's, and whether rounding explains that."""
-    found = []
-    for index, (batch, plain, call) in enumerate(zip(batches, calls[PLAIN], calls[name], strict=True)):
-        if call.ids != plain.ids:
-            for one in differences_of(model, batch.inputs, options, call.ids):
+    model: PreTrainedModel, batches: Sequence[Batch], calls: Mapping[str, Sequence[Call]], options: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Where greedy texts of each method differ from plain generate's, and whether rounding explains that."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in calls}
+    for index, batch in enumerate(batches):
+        known: dict[Any, list[Difference]] = {}  # methods mostly part from it at one place
+        for name, of_method in calls.items():
+            pairs = zip(calls[PLAIN][index].ids, of_method[index].ids, strict=True)
+            parted = [
+                next(at for at, (expected, token) in enumerate(zip_longest(*pair)) if expected != token)
+                for pair in pairs
+                if pair[0] != pair[1]
+            ]
+            limit = 1 + max(parted, default=-1)
+            texts = tuple(tuple(row[:limit]) for row in of_method[index].ids)
+            if limit and texts not in known:
+                known[texts] = differences_of(model, batch.inputs, {**options, "max_new_tokens": limit}, texts)
+            for one in known[texts] if limit else ():
                 place = {"prompt": index, "row": one.row, "position": one.column}
                 margin = one.margin if one.margin < math.inf else None  # which JSON does not have
-                found.append({**place, "margin": margin, "near_tie": one.is_near_tie})
+                found[name].append({**place, "margin": margin, "near_tie": one.is_near_tie})
     return found
 
 
