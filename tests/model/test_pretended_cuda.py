@@ -64,7 +64,7 @@ THREADS = ("fixed", "graphs llama", 1, False, 4)
 EAGER = ("lookup", "graphs bloom", 3)
 # Kernels of four layers and of the rest of a forward, at most. Of torch's own Llama has 4 * 36 + 27.
 KERNELS = {"llama": 4 * 18 + 60, "qwen3": 4 * 20 + 60, "gemma3_text": 4 * 22 + 60}
-WRONG = ("default", "wrong llama", 1, False, 1)
+WRONG, LATE = ("default", "wrong llama", 1, False, 1), ("fixed", "late llama", 3)
 
 
 def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -75,7 +75,7 @@ def measured(*cases: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
 @pytest.fixture(scope="module")
 def measures() -> dict[tuple[Any, ...], Any]:
     """A process runs all cases."""
-    return measured(*BOUNDS, *FEW, *WARM, *COMPARED, WRONG, THREADS, EAGER)
+    return measured(*BOUNDS, *FEW, *WARM, *COMPARED, WRONG, LATE, THREADS, EAGER)
 
 
 def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
@@ -122,6 +122,11 @@ def check_compared(case: tuple[Any, ...], found: dict[str, Any]) -> None:
     assert found["same"], case
     assert found["graphs"], case
     assert not found["warnings"], (case, found)
+
+
+def test_a_graph_whose_kernels_turn_wrong_is_made_again_without_them(measures: dict[tuple[Any, ...], Any]) -> None:
+    assert measures[LATE]["replays"] == 1
+    assert ["without fused kernels" in message for message in measures[LATE]["warnings"]] == [True]
 
 
 def test_replays_are_right_in_later_calls(measures: dict[tuple[Any, ...], Any]) -> None:

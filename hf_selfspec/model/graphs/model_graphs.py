@@ -136,18 +136,21 @@ class ModelGraphs:
         _logger.info(f"{self.whose}: graph of {name}: {perf_counter() - began:.1f} s.")
 
     def failed(self, error: Exception, graph: Graph) -> None:
-        """Runs what could not be captured or replayed without a graph from now on."""
-        graph.run, graph.is_over = None, True
+        """Makes what could not be captured or replayed again without kernels of ours; what has none runs without a
+        graph from now on."""
+        had_leaves = any(form is not None for form in graph.leaves.values()) and not isinstance(error, NoGraphError)
+        graph.run, graph.compared, graph.is_over = None, 0, not had_leaves
+        graph.leaves = dict.fromkeys(graph.leaves)
         if isinstance(error, NoGraphError):
             _logger.info(f"{self.whose}: no graph: {error}.")
             return
         warn_once(
-            f"{self.whose} runs some forwards without graphs, since torch could not make or run one of them "
-            f"({brief(error)}). The output is the same.",
+            f"{self.whose} runs some forwards without {'fused kernels' if had_leaves else 'graphs'}, since torch could "
+            f"not make or run one of them ({brief(error)}). The output is the same.",
             ignore_numbers=True,
         )
         with self.pools.lock:
-            self._failures += 1
+            self._failures += graph.is_over
             if self._failures >= _FAILURES and not self.count:
                 self.refused = brief(error)
 
