@@ -163,7 +163,7 @@ class Controller:
     def __init__(self, arms: Arms, curves: Curves, machine: object, on_cpu: bool, **settings: Any) -> None:
         """``settings`` are those of the :class:`CostCurve` of each batch size and context."""
         self._settings = {"on_cpu": on_cpu, **settings}
-        self.curve = CostCurve(**self._settings)  # until the first round
+        self.curve: CostCurve  # from the first round on
         self._curves, self._machine, self._is_frozen = curves, machine, bool(settings.get("is_frozen"))
         self.arms, self._rows, self._lock = arms, 0, curves.lock
         self.worth: list[float] = []

@@ -76,7 +76,7 @@ class GraphRunner:
                 "The output is the same. SelfSpec(graphs=False) leaves this message out."
             )
             return
-        if not (graphs := graphs_of(model)).refused:
+        if not (graphs := graphs_of(model, target.anatomy.view.modules)).refused:
             target.graphs = cls(target, graphs, compares)
 
     @cached_property
