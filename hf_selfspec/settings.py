@@ -192,7 +192,7 @@ class Settings:
             if probe is not None:
                 raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
             exit_layer, probe = None, exit_layer
-        confidence = LinearProbe.load(probe) if isinstance(probe, (str, os.PathLike)) else probe
+        confidence = LinearProbe.from_pretrained(probe) if isinstance(probe, (str, os.PathLike)) else probe
         if isinstance(confidence, LinearProbe):
             if exit_layer not in (None, confidence.exit_layer):
                 raise SettingError(

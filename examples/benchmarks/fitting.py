@@ -56,7 +56,7 @@ class Experiment:
             arguments = trainer_arguments(out, 8, num_train_epochs=1, learning_rate=rate, warmup_steps=20)
             texts = standard_library().training[: self.args.files]
             fit(self.model, self.tokenizer, texts, args=arguments, output_dir=out, **options)
-        part = part_class.load(out)
+        part = part_class.from_pretrained(out)
         about = {**part.about["recipe"], **part.about["figures"]}
         print(f"{name}: {part.num_parameters:,} parameters; " + ", ".join(f"{k} {v}" for k, v in about.items()))
         return part

@@ -31,7 +31,8 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
         model: a causal LM of transformers, or a PEFT model around one.
         path: the folder or Hub repository of a block head (see :class:`Block`), an EAGLE-3 head (see
             :meth:`MTP.from_eagle3`), an MTP layer (of speculators, of this package, or in a checkpoint of the model,
-            see :func:`load_mtp`), an adapter (see :class:`EarlyExitAdapter`), or exit heads (see :class:`DynamicExit`).
+            see :func:`load_mtp`), an assistant of Gemma 4, an adapter (see :class:`EarlyExitAdapter`), or exit heads
+            (see :class:`DynamicExit`).
 
     Returns:
         The head, whose ``str`` tells in one line what it is (it is logged, too): kind, layers, vocabulary, and for
@@ -52,7 +53,7 @@ def load_head(model: Any, path: str | os.PathLike[str]) -> DraftModule:
     elif format_of(config) is None and ships_layers(inner):
         head = load_mtp(inner, name)
     else:
-        head = DraftModule.load(name)
+        head = DraftModule.from_pretrained(name)
     source = source_of(head)
     if isinstance(head, (MtpHead, BlockHead)):
         head.read_layers(inner)

@@ -11,6 +11,8 @@ P-EAGLE       the same; behind ``n`` the mask's    the same, and the masked ones
               state and token                      in one forward                  written over
 block         state of token ``e``                 entries up to ``n``, and the    entries of verified tokens; the next
                                                    block's own, behind them        block is written over this one
+assistant     nothing: it has no cache             state of ``n``, the model's      nothing
+                                                   keys and values up to ``n``
 adapter       state of token ``e`` after layer E   entries up to ``n`` and that    entries of verified tokens; those of
                                                    of its own token, from layer E  drafted ones are made anew
 ============  ===================================  ==============================  ==================================

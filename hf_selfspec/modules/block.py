@@ -234,8 +234,7 @@ class BlockHead(DraftModule):
             states = states + mixed(attention.o_proj(attended.flatten(2)), kernels)
             entered, kernels = _entering(layer.mlp_conv, layer.post_attention_layernorm(states))
             states = states + mixed(layer.mlp(entered), kernels)
-        output: torch.Tensor = self.norm(states)
-        return output
+        return self.norm(states)
 
     def _mask(self, slots: torch.Tensor, length: int, is_even: bool, window: int | None) -> torch.Tensor | None:
         """What each slot attends to, ``[b, 1, B, length]``, ``None`` for everything: the block, and the text before it.
@@ -289,14 +288,7 @@ def _checked(settings: Config) -> Config:
     if unknown := sorted(settings.keys() - DEFAULTS.keys()):
         raise SettingError(f"{name} has unknown settings: {', '.join(unknown)}.")
     settings = DEFAULTS | settings
-    _check_variants(name, settings, settings["transformer_layer_config"])
-    check_count("block_size", settings["block_size"], least=2, most=MOST_DRAFT)
-    if not isinstance(settings["mask_token_id"], int):
-        raise SettingError(f"{name} has no mask_token_id, without which there is no block. Add it to its {CONFIG}.")
-    return settings
-
-
-def _check_variants(name: str, settings: Config, layer: Config) -> None:
+    layer = settings["transformer_layer_config"]
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     rope_type, model_type = rope.get("rope_type", rope.get("type", "default")), layer.get("model_type", "qwen3")
     is_whole, way = settings["draft_vocab_size"] == layer.get("vocab_size"), settings["markov_head_type"]
@@ -314,3 +306,7 @@ def _check_variants(name: str, settings: Config, layer: Config) -> None:
         **{name: value not in (None, False, 1.0) for name, value in partly.items()},
     }
     check_served(name, refused)
+    check_count("block_size", settings["block_size"], least=2, most=MOST_DRAFT)
+    if not isinstance(settings["mask_token_id"], int):
+        raise SettingError(f"{name} has no mask_token_id, without which there is no block. Add it to its {CONFIG}.")
+    return settings

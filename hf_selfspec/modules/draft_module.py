@@ -135,11 +135,6 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """As :meth:`from_pretrained`."""
-        return cls.from_pretrained(path)
-
-    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Reads a folder that ``save_pretrained`` has written, or a repository of the Hub (``options`` as there).
 
@@ -168,7 +163,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             module.load_state_dict(tensors, assign=True)
             if key := not_finite(tensors):
                 raise ValueError(f"weights that are not finite: {key}")
-            check_save(digest, weights_file)  # last, so that files that are replaced meanwhile are noticed, too
+            if digest != _digest_of(weights_file):  # last, so that files that are replaced meanwhile are noticed, too
+                raise ValueError(f"its {CONFIG} and {WEIGHTS} are not of one save")
         return (module if cls.keeps_type else module.float()).eval()
 
     @classmethod
@@ -268,12 +264,6 @@ def _digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def check_save(digest: object, weights: Path) -> None:
-    """Raises if a config with this digest was not saved with these weights."""
-    if digest != _digest_of(weights):
-        raise ValueError(f"its {CONFIG} and {WEIGHTS} are not of one save")
-
-
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file, copied, since the file may change."""
     return {key: value.clone() for key, value in load_file(file).items()}
@@ -321,7 +311,7 @@ def module_of(name: str, setting: Any, module_class: type[_M]) -> tuple[_M | str
         raise SettingTypeError(f"{name} must be {module_class.__name__} or the path of a saved one, got {setting!r}.")
     folder = path_of(setting)
     path = str(folder.resolve()) if os.path.isdir(folder) else os.fspath(setting)  # valid in any working directory
-    module = DraftModule.load(path)
+    module = DraftModule.from_pretrained(path)
     if not isinstance(module, module_class):
         raise SettingError(f"{name}: {path} holds a saved {module.kind}, and takes a {module_class.kind}.")
     return path, module

@@ -83,10 +83,7 @@ class MtpLayer(_Layer):
 
     def entered(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See :class:`MtpLayer`."""
-        entered: torch.Tensor = self.projection(
-            super().entered(self.embedding_norm(embeddings), self.state_norm(states))
-        )
-        return entered
+        return self.projection(super().entered(self.embedding_norm(embeddings), self.state_norm(states)))
 
     def begin_like(self, model: PreTrainedModel, anatomy: Anatomy, index: int) -> None:
         """Copies a layer of a model and its final norm; the projection is the mean of embedding and state."""
@@ -135,8 +132,7 @@ class _EagleBlock(nn.Module):
         normed = self.hidden_norm(states)
         entered = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         states = (normed if self.norm_before_residual else states) + self.self_attn(hidden_states=entered, **options)[0]
-        output: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return output
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 def _compute_buffers(decoder: PreTrainedModel) -> None:

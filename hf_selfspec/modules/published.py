@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from ..errors import SettingError
+from .assistant import AssistantHead
 from .block import DEFAULTS, BlockHead
 from .draft_module import (
     WEIGHTS,
@@ -43,9 +44,6 @@ _KINDS: dict[str, Config] = {
     },
     "dspark": {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True},
 }  # fmt: skip
-_GEMMA = {
-    "an assistant of Gemma 4, which reads the model's keys and values (generate(assistant_model=...) takes it)": True
-}
 # Settings in z-lab's ``dflash_config``, those that are ours by their names here, and all that are read.
 _OURS = {name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")} | {
     "input_embedding_scale": "embedding_scale",
@@ -114,7 +112,8 @@ class Published:
 
 def _is_eagle3(config: Config) -> bool:
     """Heads of the paper's authors are called Llamas, and have a vocabulary of their own."""
-    is_named = any(kind in _named(config) for kind in ("eagle3", "peagle"))
+    called = str(config.get("speculators_model_type", config.get("architectures"))).lower()
+    is_named = any(kind in called for kind in ("eagle3", "peagle"))
     return is_named or (
         "draft_vocab_size" in config and not config.keys() & {"speculators_model_type", "dflash_config"}
     )
@@ -231,19 +230,13 @@ def _counted(name: str, config: Config, layer: Config, given: Config) -> Config:
     }
 
 
-def _named(config: Config) -> str:
-    """What a config calls its kind of head."""
-    return str(config.get("speculators_model_type", config.get("architectures"))).lower()
-
-
 def _about(name: str, config: Config) -> Config:
     return {"recipe": {"made for": verifier_of(config), "published as": name}}
 
 
 def verifier_of(config: Config) -> str | None:
     """The model for which a head of speculators was made."""
-    name: str | None = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    return name
+    return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
 
 
 _LAYER = "layers.0.decoder.layers."
@@ -274,12 +267,10 @@ FORMATS = (
         BlockHead,
         {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
-    Published(
-        lambda config: "assistant" in config.get("model_type", ""),
-        lambda name, _: check_served(name, _GEMMA),
-        BlockHead,
-        {},
-    ),
 )  # fmt: skip
 for _format in FORMATS:
     register_format(_format.is_format, _format.load, _format.make, is_last=True)
+_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+register_format(
+    lambda config: config.get("model_type") in _TYPES, AssistantHead.from_pretrained, AssistantHead._made, is_last=True
+)

@@ -117,12 +117,6 @@ def attached_head(model: PreTrainedModel) -> DraftModule | None:
     return _attached.get(model)
 
 
-def attached_mtp(model: PreTrainedModel) -> MtpHead | None:
-    """Returns the head of MTP layers that is attached to a model."""
-    head = attached_head(model)
-    return head if isinstance(head, MtpHead) else None
-
-
 def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> MtpHead:
     """Loads the MTP layers that a model ships with, once: later calls return the same head.
 
@@ -143,7 +137,7 @@ def load_mtp(model: Any, checkpoint: str | os.PathLike[str] | None = None) -> Mt
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
         raise SettingTypeError(f"load_mtp(checkpoint) must be a path or a name on the Hub, got {checkpoint!r}.")
     with _loading:
-        if checkpoint is None and (attached := attached_mtp(inner)) is not None:
+        if checkpoint is None and isinstance(attached := attached_head(inner), MtpHead):
             return attached
         name = inner.config.name_or_path if checkpoint is None else os.fspath(checkpoint)
         if not name:

@@ -18,7 +18,8 @@ from ..learned.saving import FILE_NAME, class_named
 from ..model.internals import let_compile_on_cpu
 from ..model.linear import is_served
 from ..modules.draft_module import DraftModule
-from ..modules.shipped import attached_mtp
+from ..modules.mtp import MtpHead
+from ..modules.shipped import attached_head
 from ..selfspec import SelfSpec, begun_anew
 
 PLAIN = "plain"
@@ -77,7 +78,7 @@ def split(texts: Iterable[str]) -> list[str]:
 def _of_folder(folder: str) -> SelfSpec:
     if (path_of(folder) / FILE_NAME).is_file():
         return SelfSpec.from_pretrained(folder)
-    part = DraftModule.load(folder)
+    part = DraftModule.from_pretrained(folder)
     if not part.usage:
         raise SettingError(
             f"this folder holds a {part.kind}, which needs a draft: write SelfSpec(EarlyExit(8, {folder!r})) with the "
@@ -207,7 +208,7 @@ def fitting(model: PreTrainedModel, chosen: Sequence[Method] | None, batch: Any)
 def _why_only_by_name(model: PreTrainedModel, method: Method) -> str:
     if method.name == STATIC and model.device.type == "cpu":
         return "transformers compiles on a CPU only when told to; name it in --methods to measure it"
-    if method.name == "SelfSpec.mtp()" and attached_mtp(model) is None:
+    if method.name == "SelfSpec.mtp()" and not isinstance(attached_head(model), MtpHead):
         return "it attaches MTP layers, with which SelfSpec() drafts, too; name it in --methods to measure it"
     return ""
 

@@ -1,4 +1,5 @@
-"""Block heads as others publish them: random ones, and what they predict by the papers' definitions, without caches."""
+"""Block heads as others publish them: random ones, what they predict by the papers' definitions, without caches; and
+random assistants."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import silu
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from helpers.models import VOCABULARY
 from hf_selfspec.model.head import NOTHING
@@ -265,7 +266,7 @@ def block_of(model: PreTrainedModel, **settings: Any) -> BlockHead:
     """A random head; the settings are those of :func:`published`."""
     with TemporaryDirectory() as folder:
         published(Path(folder), model, **settings)
-        return DraftModule.load(folder)
+        return DraftModule.from_pretrained(folder)
 
 
 @torch.no_grad()
@@ -286,6 +287,25 @@ def right_block_of(model: PreTrainedModel, answers: torch.Tensor) -> BlockHead:
     head.markov_head.markov_w1.weight.fill_diagonal_(1.0)
     head.markov_head.markov_w2.weight.copy_(follows.T[1:] * 8.0)
     return head.eval()
+
+
+def published_assistant(folder: Path, model: PreTrainedModel, **changed: Any) -> PreTrainedModel:
+    """Writes a random assistant of two layers for a model; returns it."""
+    torch.manual_seed(2)
+    config = model.config.to_dict()
+    of_layers = {key: value for key, value in config["per_layer_config"].items() if int(key) < 2}
+    small = {"num_hidden_layers": 2, "num_kv_shared_layers": 2, "layer_types": config["layer_types"][:2]}
+    own = {"hidden_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    settings = {"text_config": config | small | own | {"per_layer_config": of_layers}, "backbone_hidden_size": 32}
+    kind = config["model_type"].removesuffix("_text")
+    assistant = AutoModelForCausalLM.from_config(AutoConfig.for_model(f"{kind}_assistant", **settings | changed)).eval()
+    for parameter in assistant.parameters():
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 1.0)
+    if assistant.masked_embedding is not None:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(config["vocab_size"]))
+    assistant.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()  # which drafts do not read
+    return assistant
 
 
 # What may be wrong with the weights of a head that others publish, and what is told of it.

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers.architectures import build
+from helpers.blocks import published_assistant
 from helpers.models import VOCABULARY, ragged_batch, tiny_llama
 from helpers.searches import FILE, SEARCHES, prompt
 from helpers.searches import generated as generate
 from hf_selfspec import (
+    MTP,
     Adapter,
     Cascade,
     ExitHeads,
@@ -85,10 +87,16 @@ def use_kept(folder: Path) -> torch.Tensor:
 # What saves something in a folder, and what reads it.
 SAVED: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "SelfSpec": (kept, use_kept),
-    "adapter": (Adapter(2, 64, 4).save_pretrained, Adapter.load),
-    "exit heads": (ExitHeads([1, 3], 64, VOCABULARY).save_pretrained, ExitHeads.load),
-    "probe": (LinearProbe(2, 64).save_pretrained, LinearProbe.load),
-    "reduced head": (ReducedHead.of(range(9), VOCABULARY).save_pretrained, ReducedHead.load),
+    "adapter": (Adapter(2, 64, 4).save_pretrained, Adapter.from_pretrained),
+    "exit heads": (ExitHeads([1, 3], 64, VOCABULARY).save_pretrained, ExitHeads.from_pretrained),
+    "probe": (LinearProbe(2, 64).save_pretrained, LinearProbe.from_pretrained),
+    "reduced head": (ReducedHead.of(range(9), VOCABULARY).save_pretrained, ReducedHead.from_pretrained),
+    "assistant": (
+        lambda at: published_assistant(
+            at, build("gemma4_text", vocab_size=96), use_ordered_embeddings=True, num_centroids=48
+        ),
+        MTP,
+    ),
     "MTP head": (MtpHead.of(MODEL).save_pretrained, lambda at: load_head(MODEL, at)),
 }
 OTHER_CONTENT = (b"", b"null", b"{}", b"[1]", b'{"format": NaN}', b"\xff\xfe\x00", b"[" * 100_000, b"\0" * 64)
@@ -97,7 +105,7 @@ OTHER_CONTENT = (b"", b"null", b"{}", b"[1]", b'{"format": NaN}', b"\xff\xfe\x00
 def damaged(file: Path) -> Iterator[None]:
     """Damages a file in one way after another; only what decides what is loaded."""
     content = file.read_bytes()
-    for other in (*OTHER_CONTENT, *(content[: len(content) * part // 9] for part in range(9)), content[:-1]):
+    for other in (*OTHER_CONTENT, *(content[: len(content) * part // 9] for part in range(9)), content.rstrip()[:-1]):
         file.write_bytes(other)
         yield
     file.unlink()
@@ -111,6 +119,7 @@ def damaged(file: Path) -> Iterator[None]:
             file.write_bytes(content)
 
 
+@pytest.mark.every_run("(?!assistant).*")
 @pytest.mark.parametrize("saved", SAVED)
 def test_a_damaged_file_is_one_error(saved: str, tmp_path: Path) -> None:
     save, read = SAVED[saved]

@@ -498,10 +498,10 @@ def test_a_part_whose_saving_was_interrupted(done: int, tmp_path: Path, monkeypa
             second.save_pretrained(tmp_path)
     if done:
         with pytest.raises(SettingError, match=r"config\.json and model\.safetensors are not of one save"):
-            LinearProbe.load(tmp_path)
+            LinearProbe.from_pretrained(tmp_path)
     else:
-        loaded = LinearProbe.load(tmp_path)
+        loaded = LinearProbe.from_pretrained(tmp_path)
         assert (loaded.about, loaded.digest) == (first.about, first.digest)
     second.save_pretrained(tmp_path)
-    assert LinearProbe.load(tmp_path).digest == second.digest != first.digest
+    assert LinearProbe.from_pretrained(tmp_path).digest == second.digest != first.digest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]

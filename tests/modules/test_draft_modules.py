@@ -54,14 +54,14 @@ def test_any_part_is_loaded_anywhere(part_class: type[DraftModule], tmp_path: Pa
     make, spec_of, source_class = PARTS[part_class]
     part, model = make(), copy.deepcopy(MODEL)
     part.save_pretrained(tmp_path)
-    for loaded in (part_class.from_pretrained(tmp_path), DraftModule.load(tmp_path)):
+    for loaded in (part_class.from_pretrained(tmp_path), DraftModule.from_pretrained(tmp_path)):
         assert type(loaded) is part_class
         assert loaded.about == part.about
         assert not loaded.training
         assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in part.state_dict().items())
     other = next(kind for kind in PARTS if kind is not part_class)
     with pytest.raises(SettingError, match=f"holds no {other.kind}"):
-        other.load(tmp_path)
+        other.from_pretrained(tmp_path)
     if spec_of is None:
         with pytest.raises(SettingError, match=r"holds a reduced head.*write SelfSpec\(EarlyExit\(8, "):
             read_spec(str(tmp_path))
@@ -89,7 +89,7 @@ def test_what_is_no_such_part_is_named(tmp_path: Path) -> None:
             EarlyExitAdapter(place)
     (tmp_path / "config.json").write_text('{"kind": "late"}')
     with pytest.raises(SettingError, match="import the module that defines it"):
-        DraftModule.load(tmp_path)
+        DraftModule.from_pretrained(tmp_path)
 
 
 NOT_CALIBRATED = "is not one that calibrate_exit_heads has written"
@@ -128,7 +128,7 @@ def test_junk_in_config(
             MODEL.generate(**ROW, max_new_tokens=3, assistant=spec_of(tmp_path))
     else:
         with pytest.raises(SettingError, match=words) as error:
-            part_class.load(tmp_path)
+            part_class.from_pretrained(tmp_path)
         assert str(tmp_path) in str(error.value)
 
 
@@ -168,7 +168,7 @@ LOADED = """
 import sys
 from hf_selfspec.modules.draft_module import DraftModule
 assert "hf_selfspec.modules.linear_probe" not in sys.modules
-print(type(DraftModule.load(sys.argv[1])).__name__)
+print(type(DraftModule.from_pretrained(sys.argv[1])).__name__)
 """
 
 
@@ -177,4 +177,4 @@ def test_what_a_kind_loads(tmp_path: Path) -> None:
     LinearProbe(2, 64).save_pretrained(tmp_path)
     assert python("-c", LOADED, tmp_path).stdout.split() == ["LinearProbe"]
     type("Variant", (LinearProbe,), {})
-    assert type(DraftModule.load(tmp_path)) is LinearProbe
+    assert type(DraftModule.from_pretrained(tmp_path)) is LinearProbe

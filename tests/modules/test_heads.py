@@ -92,7 +92,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
             expected = [min(values).item() if values else None for values in enough]
             assert calibration["thresholds"][number] == pytest.approx(expected, abs=1e-5)
     assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
-    assert ExitHeads.load(tmp_path).about == found.about
+    assert ExitHeads.from_pretrained(tmp_path).about == found.about
 
 
 def fitted(model: Any, folder: Path, told: str = "", **options: Any) -> ExitHeads:
@@ -115,7 +115,7 @@ def test_fits_of_exit_heads(tmp_path: Path) -> None:
     assert figures["last loss"] < figures["first loss"] / 2
     assert heads.figures().items() <= figures.items()
     assert calibration["tokens"] == 4 * 24  # what the model writes after a quarter of each row
-    assert ExitHeads.load(tmp_path).about == heads.about
+    assert ExitHeads.from_pretrained(tmp_path).about == heads.about
     reached = [rate for rate in calibration["acceptance"] if rate is not None]
     assert figures["drafts accepted at best"] == pytest.approx(max(reached), abs=1e-3)
     check_lossless(model, SelfSpec.dssd(tmp_path, max(reached)), 8)
@@ -220,7 +220,7 @@ def test_the_most_frequent_tokens_are_found(tmp_path: Path) -> None:
     head = fit_reduced_head(model, None, texts, size=5, output_dir=tmp_path / "head")
     assert head.tokens.tolist() == [3, 5, 8, 90, 91]
     assert head.about["figures"]["share of held-out tokens"] == pytest.approx(0.92, abs=0.04)
-    again = ReducedHead.load(tmp_path / "head")
+    again = ReducedHead.from_pretrained(tmp_path / "head")
     assert (again.tokens.tolist(), again.vocabulary) == (head.tokens.tolist(), VOCABULARY)
     assert fit_reduced_head(model, None, texts, size=10**5).tokens.tolist() == list(range(VOCABULARY))
     assert fit_reduced_head(model, None, texts, size=7).tokens.tolist() == [0, 3, 5, 8, 60, 90, 91]
@@ -250,7 +250,7 @@ def test_mistakes_about_heads_of_some_tokens(tmp_path: Path, monkeypatch: pytest
         (lambda: check_lossless(model, reduced), UnsupportedModelError, "no output head that is a plain linear layer"),
         (lambda: check_lossless(headless, reduced), UnsupportedModelError, "leave `head` out"),
         (lambda: ReducedHead.of([3, 3], VOCABULARY), SettingError, "must have distinct ids"),
-        (lambda: ReducedHead.load(place), SettingError, "must have distinct ids"),
+        (lambda: ReducedHead.from_pretrained(place), SettingError, "must have distinct ids"),
     ):
         with pytest.raises(error, match=words):
             wrong()

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention, silu
-from transformers import DeepseekV3Config, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DynamicCache,
+    GenerationConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DFlashCache
+from transformers.utils import ModelOutput
 
 from helpers.architectures import build
 from helpers.blocks import (
@@ -31,6 +40,7 @@ from helpers.blocks import (
     logits_by_hand,
     normed,
     published,
+    published_assistant,
     turned,
 )
 from helpers.calls import unchanged
@@ -39,8 +49,9 @@ from helpers.models import BATCH, ROW, VOCABULARY, tiny_llama
 from helpers.sampling import check_exact, exact_joint, sample
 from helpers.sampling import llama as tiny_vocabulary
 from helpers.watched import watched
-from hf_selfspec import MTP, Block, FixedLength, SelfSpec, SettingError, load_head
+from hf_selfspec import MTP, Block, FixedLength, SelfSpec, SettingError, UnsupportedModelError, load_head
 from hf_selfspec.batch import Draft, Text
+from hf_selfspec.drafts import Session
 from hf_selfspec.drafts.attached import source_of
 from hf_selfspec.modules.shipped import attached_head
 from hf_selfspec.tools.cli import main
@@ -271,6 +282,39 @@ def test_drafts_of_eagle_are_what_the_definition_predicts(name: str, inputs: Any
         check_logits(model, each, inputs, predict, tokens, 0 if "parallel" in name else 3)
 
 
+# Keys of one head, twice as wide, in full attention.
+_WIDE = {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+_TOKENS = "masked_embedding.token_ordering"
+_ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
+
+
+# In a batch the lowest logits of an order are those of all rows.
+@pytest.mark.parametrize(
+    ("kind", "settings", "inputs"),
+    [("gemma4", {}, BATCH), ("gemma4_unified", {}, ROW), ("gemma4", _ORDERED, ROW)],
+    ids=["batch", "unified", "ordered"],
+)
+def test_assistants_are_those_of_transformers(kind: str, settings: Any, inputs: Any, tmp_path: Path) -> None:
+    """What its generator of candidates computes of a text, given what its cache holds of verified tokens."""
+    model = build("gemma4_text", model_type=f"{kind}_text", vocab_size=96, vocab_size_per_layer_input=96, **_WIDE)
+    theirs, generation = published_assistant(tmp_path, model, **settings), GenerationConfig(max_length=100)
+
+    @torch.no_grad()
+    def predict(text: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        known, cache = text[None, :-1], DynamicCache(config=model.config)
+        # Cut to the window, as the cache is behind each round.
+        state = model(known, None, None, cache, output_hidden_states=True).hidden_states[-1][:, -1:]
+        layers = zip(model.config.layer_types, cache.layers, strict=False)  # the last ones of each kind with keys count
+        keys = {kind: (layer.keys, layer.values) for kind, layer in layers if layer.keys is not None}
+        theirs.generation_config.num_assistant_tokens = len(drafted)
+        generator = model._get_candidate_generator(generation, text[None], None, [], {}, theirs)
+        outputs = ModelOutput(hidden_states=[state], shared_kv_states=keys)
+        found: torch.Tensor = generator.get_candidates(text[None], {}, outputs, False, 0)[1][0]
+        return found
+
+    check_logits(model, MTP(tmp_path), inputs, predict, torch.arange(96), 3)
+
+
 # Heads of each kind for a model with few layers, by their folder.
 OF_ANY_MODEL: dict[str, Callable[[Path, PreTrainedModel], Any]] = {
     "EAGLE-3": lambda folder, model: published_eagle(folder, model, **_STATES | EAGLES["norm before fc"]),
@@ -282,13 +326,15 @@ OF_ANY_MODEL: dict[str, Callable[[Path, PreTrainedModel], Any]] = {
 }
 
 
-@pytest.mark.every_run("(llama|qwen3_next)-.*|(gemma3_text|mixtral)-(P-EAGLE|dflash2)")
-@pytest.mark.parametrize("kind", OF_ANY_MODEL)
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon_h1", "gemma3_text", "mixtral"])
+_MODELS = ["llama", "qwen3_next", "falcon_h1", "gemma3_text", "mixtral"]
+
+
+@pytest.mark.every_run("(llama|qwen3_next|gemma4_text)-.*|(gemma3_text|mixtral)-(P-EAGLE|dflash2)")
+@pytest.mark.parametrize(("name", "kind"), [*product(_MODELS, OF_ANY_MODEL), ("gemma4_text", "assistant")])
 def test_ids_are_plain(name: str, kind: str, tmp_path: Path) -> None:
     """With heads that were drawn, and with drafts that are right up to any place."""
     model, options = build(name), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    OF_ANY_MODEL[kind](tmp_path, model)
+    OF_ANY_MODEL.get(kind, published_assistant)(tmp_path, model)
     load_head(model, tmp_path)
     row, chance = {key: value[1:2] for key, value in BATCH.items()}, random.Random(0)
     for inputs in (row,) if name in ("qwen3_next", "falcon_h1") else (BATCH, row):  # plain serves batches of states
@@ -307,6 +353,13 @@ def test_ids_are_plain(name: str, kind: str, tmp_path: Path) -> None:
             assert spec.stats is not None
             assert spec.stats.drafted > 0
         assert spec.stats.acceptance_rate > 0.2
+
+
+def test_tokens_that_an_assistant_draws_have_the_models_distribution(tmp_path: Path) -> None:
+    model = build("gemma4_text", vocab_size=5, vocab_size_per_layer_input=5)
+    published_assistant(tmp_path, model)
+    spec = SelfSpec(MTP(tmp_path), FixedLength(3))
+    check_exact(sample(spec, model), exact_joint(model, []))
 
 
 @pytest.mark.slow
@@ -408,6 +461,35 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, assistant=spec)
 
 
+def test_assistants_of_other_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published_assistant(tmp_path, build("gemma4_text"))
+    for message, model in (
+        ("width 32, and the model has 64", tiny_llama()),
+        (r"\(2, 8\)}, and the model shares {} between", build("llama")),
+        (r"and the model shares .*'full_attention': \(1, 16\)", build("gemma4_text", **_WIDE)),
+    ):
+        with pytest.raises(SettingError, match=message):
+            load_head(model, tmp_path)
+        with unchanged(model), pytest.raises(SettingError, match=message):
+            model.generate(**ROW, max_new_tokens=4, assistant=SelfSpec(MTP(tmp_path)))
+    monkeypatch.setattr(Session, "is_tensor_parallel", True)
+    with pytest.raises(UnsupportedModelError, match="tensor-parallel processes"):
+        build("gemma4_text").generate(**ROW, max_new_tokens=4, assistant=SelfSpec(MTP(tmp_path)))
+
+
+def test_assistants_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    for message, settings, change in (
+        ("post_projection.weight is missing", {}, lambda tensors: tensors.pop("post_projection.weight")),
+        ("extra is missing, or not known", {}, lambda tensors: tensors.update(extra=torch.ones(1))),
+        ("token_ordering has not each token once", _ORDERED, lambda tensors: tensors[_TOKENS].fill_(1)),
+        ("holds no MTP head", _ORDERED | {"centroid_intermediate_top_k": 13}, lambda tensors: None),
+    ):
+        published_assistant(tmp_path, build("gemma4_text", vocab_size=96, vocab_size_per_layer_input=96), **settings)
+        changed_weights(tmp_path, change)
+        with pytest.raises(SettingError, match=message):
+            MTP(tmp_path)
+
+
 _BLOCK = "2 layers of width 64, reads the states before the layers 1, 2, 4"
 # What is told of heads from their configs alone.
 TOLD: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
@@ -431,6 +513,12 @@ TOLD: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {},
         "MTP head, 2 layers of width 64, drafts all tokens",
     ),
+    "assistant": (
+        published_assistant,
+        {},
+        "assistant that reads the model's keys and values, 2 layers of width 24, drafts all 97 tokens, made for a "
+        "Gemma 4 of width 32",
+    ),
     "shipped": (
         lambda folder, model: DeepseekV3Config().save_pretrained(folder),
         {},
@@ -442,7 +530,7 @@ TOLD: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", TOLD)
 def test_what_a_head_is_can_be_told(kind: str, tmp_path: Path, capsys: Any, caplog: Any) -> None:
     """From its config alone, and when it is attached to a model."""
-    (write, settings, told), model = TOLD[kind], tiny_llama(8)
+    (write, settings, told), model = TOLD[kind], build("gemma4_text") if kind == "assistant" else tiny_llama(8)
     write(tmp_path, model, **settings)
     if kind != "shipped":
         with caplog.at_level("INFO", "hf_selfspec"):
@@ -457,7 +545,7 @@ def test_what_holds_no_head_is_told(tmp_path: Path, capsys: Any) -> None:
     for config, words in (
         ("{}", "holds no (head|part)"),
         ('{"speculators_model_type": "xpress"}', "not served: xpress"),
-        ('{"model_type": "gemma4_assistant"}', "not served: an assistant of Gemma 4, .*generate"),
+        ('{"model_type": "gemma9_assistant"}', "holds no (head|part)"),
     ):
         (tmp_path / "config.json").write_text(config)
         assert main(["inspect", "--head", str(tmp_path)]) == 2

@@ -134,7 +134,7 @@ def test_fits(
     assert f"of {size:,} parameters in {tmp_path / 'out'}" in told
     assert kind == "head" or "\nsteps                            2\n" in told
     if kind == "heads":
-        heads = ExitHeads.load(tmp_path / "out")
+        heads = ExitHeads.from_pretrained(tmp_path / "out")
         assert heads.layers == (1, 3)
     else:
         check_lossless(AutoModelForCausalLM.from_pretrained(model), spec(tmp_path / "out"), 8)

@@ -133,7 +133,7 @@ def test_two_processes_fit_as_one_does(tmp_path: Path) -> None:
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=5, learning_rate=1e-2, seed=3)
     begun = fit_all(arguments(tmp_path, max_steps=1, learning_rate=1e-9, seed=3))
     for name, part in fit_all(args).items():
-        saved = type(part).load(tmp_path / name)
+        saved = type(part).from_pretrained(tmp_path / name)
         for key, value in part.state_dict().items():
             value_of_first = first[name][key]
             assert torch.equal(value_of_first, other[name][key])
@@ -291,7 +291,7 @@ def test_parts_are_written_once_with_their_figures(fit: Any, chosen: Any, tmp_pa
     part = fit(model, None, rows(20), args=args, output_dir=out, block_size=32, **chosen)
     assert part.about["figures"]
     assert written == [out]
-    assert (loaded := type(part).load(out)).about == part.about
+    assert (loaded := type(part).from_pretrained(out)).about == part.about
     assert all(map(torch.equal, loaded.state_dict().values(), part.state_dict().values()))
     assert not any(module.training for module in model.modules())
     assert {id(config) for config in configs} == {id(usual)}
@@ -335,7 +335,7 @@ def test_a_head_learns_to_draft_on_its_own_states(tmp_path: Path) -> None:
     for step, share in enumerate(by_hand(model, head, ids_of(text[-3:]), head.tokens)[1], start=1):
         assert figures[f"agreement at step {step}"] == pytest.approx(share, abs=1e-3)
     # What a folder holds drafts these tokens alone.
-    loaded, drafted = MTP(tmp_path / "out"), MtpHead.load(tmp_path / "out").tokens
+    loaded, drafted = MTP(tmp_path / "out"), MtpHead.from_pretrained(tmp_path / "out").tokens
     assert torch.equal(drafted, head.tokens)
     assert len(drafted) == 40
     rule = Recording(ends=False)

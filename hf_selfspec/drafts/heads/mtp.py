@@ -20,6 +20,7 @@ from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
 from ...model.patching import within
 from ...model.transfer import RowNumbers, at_places
+from ...modules.assistant import AssistantHead
 from ...modules.mtp import MtpHead
 from ...modules.published import EAGLE3
 from ...modules.shipped import shipped_mtp
@@ -27,6 +28,7 @@ from ..growing import DraftStep
 from ..source import Drafter, FittedSource, Session
 from ..states import StatesDraft, picked
 from ..stop import FixedLength, ProductThreshold
+from .assistant import AssistantDraft
 
 
 @register
@@ -35,8 +37,8 @@ class MTP(FittedSource[MtpHead]):
     """Drafts with MTP layers, each of which predicts one token from the model's last states, and the model's own head.
 
     Args:
-        head: an :class:`MtpHead`, or the folder or Hub repository that holds one; ``None`` for the layers that ship
-            with the model, see :func:`hf_selfspec.load_mtp`, which loads them where none are attached yet.
+        head: an :class:`MtpHead`, or the folder or Hub repository of one or of an assistant of Gemma 4; ``None`` for
+            the layers that ship with the model, see :func:`hf_selfspec.load_mtp`, which loads them if there are none.
 
     Raises:
         SettingError, SettingTypeError: there is no such head.
@@ -50,7 +52,7 @@ class MTP(FittedSource[MtpHead]):
         self._load("head", MtpHead)
         if any(part.is_meta for part in self.module.parameters()):
             raise SettingError(
-                "MTP(head) has no weights yet: load them with MtpHead.load(folder) or load_state_dict(..., "
+                "MTP(head) has no weights yet: load them with MtpHead.from_pretrained(folder) or load_state_dict(..., "
                 "assign=True), or make a head by MtpHead.of(model)."
             )
 
@@ -73,6 +75,8 @@ class MTP(FittedSource[MtpHead]):
 
     def start(self, session: Session) -> Drafter:
         head = shipped_mtp(session.target.model) if self.head is None else self.module
+        if isinstance(head, AssistantHead):
+            return AssistantDraft(session.with_usual_stop(ProductThreshold()), head)
         head.check(session.knowledge.fingerprint)
         tokens = head.tokens if head.output is None else None
         rows = None if tokens is None else HeadRows(session.target.model, tokens)

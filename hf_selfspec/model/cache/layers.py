@@ -202,6 +202,14 @@ class SpeculativeLayer(CacheLayerMixin):
         """Keys and values ``[b, k, slots, h]``."""
         return self.buffer("keys"), self.buffer("values")
 
+    def before(self, slots: RowNumbers) -> tuple[torch.Tensor, ...]:
+        """Keys and values ``[b, k, n, h]`` of tokens before each row's slot of the text that one there sees, aligned
+        right, with junk in front where rows have fewer."""
+        count, bases = max(slots), self.by_name["keys"].bases
+        if bases is not None:
+            count, slots = min(count, self.write_range.size - 1), slots.minus(bases)
+        return tuple(_shifted(buffer, slots.ahead(-count), count) for buffer in self.buffers())
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
