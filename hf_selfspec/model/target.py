@@ -18,7 +18,7 @@ from .anatomy import Anatomy
 from .attention.exact import MOST_TOKENS
 from .attention.interface import MaskSpec, at_positions, speculative_attention
 from .cache.handover import take_in
-from .cache.recurrent_states import turns
+from .cache.recurrent_states import redirecting, turns
 from .cache.speculative_cache import SpeculativeCache
 from .forks import cached_property
 from .forward_pass import ActiveRows, ForwardPass, is_speculating, knows_blocks, obeying, partial_forwards
@@ -84,8 +84,8 @@ class Target:
             stack.callback(self.uninstall)
             stack.enter_context(without_checkpointing(self.model, view.modules))
             stack.enter_context(speculative_attention())
-            if self.anatomy.kernels is not None:
-                stack.enter_context(self.anatomy.kernels.served())
+            if (kernels := self.anatomy.kernels) is not None:
+                stack.enter_context(redirecting(kernels.file, kernels.recurrence))
             if view.is_compiled:
                 stack.enter_context(eagerly())
             if self.graphs is not None:

@@ -82,7 +82,8 @@ class PlanDrafter(Drafter):
         """How many tokens the next depth gets."""
         if self.session.tree is None:
             return 1
-        top = _of_rows(grown.drafting, logits.softmax(-1).amax(-1))
+        top, rows = logits.softmax(-1).amax(-1), [row for row, wants in enumerate(grown.drafting) if wants]
+        top = top if len(rows) == len(top) else top.index_select(0, upload(rows, top.device))
         width = min(self.session.tree.width(top), logits.shape[-1])
         # The rest of the line has to fit, too.
         room = self.session.cap_by_logit_memory(limit * width) - grown.size - (limit - grown.depth - 1)
@@ -158,9 +159,3 @@ def _check_probe(session: Session, plan: LayerPlan) -> None:
         warn_once(
             f"the probe was fitted for {modes[probe.do_sample]} but is used for {modes[do_sample]}: it may mislead."
         )
-
-
-def _of_rows(wanted: list[bool], values: torch.Tensor) -> torch.Tensor:
-    if all(wanted):
-        return values
-    return values.index_select(0, upload([row for row, wants in enumerate(wanted) if wants], values.device))

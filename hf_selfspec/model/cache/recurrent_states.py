@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,10 @@ class Kernels:
         fitting = (each for each in RECURRENCES if _parameters(files[0], each.kernel) == each.parameters)
         return cls(files[0], next(fitting, None))
 
-    def served(self) -> AbstractContextManager[None]:
-        """Returns a context in which calls of the functions are redirected, for all threads that use them."""
-        return _redirecting(self.file, self.recurrence)
-
 
 @shared_change
-def _redirecting(forwards: InstanceForwards, file: Any, recurrence: type[Recurrence] | None) -> None:
+def redirecting(forwards: InstanceForwards, file: Any, recurrence: type[Recurrence] | None) -> None:
+    """Redirects calls of the functions of :class:`Kernels`, for all threads that use them."""
     for name in (CONVOLUTION, *([] if recurrence is None else [recurrence.kernel])):
         forwards.put(file.__dict__, name, _redirected(getattr(file, name), name))
 
