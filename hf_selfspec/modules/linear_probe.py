@@ -33,4 +33,4 @@ class LinearProbe(DraftModule):
     @torch.no_grad()
     def forward(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[b]`` probabilities from states ``[b, d]``; logits ``[b, v]`` are not used."""
-        return self.scores(hidden_states).sigmoid().to(logits.device)
+        return self.on(hidden_states.device).scores(hidden_states).sigmoid().to(logits.device)

@@ -25,6 +25,7 @@ from hf_selfspec.train import layer_dropout, loss_scale, training
 BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("fixed", "greedy", 1): (0, 2),
     ("rule", "eos", 4): (1, 2),
+    ("probe", "greedy", 1): (1, 3),
     ("adaptive", "drawn", 4): (1, 3),  # with the thresholds of all rows
     ("tree", "greedy", 4): (2, 4),
     ("skips", "greedy", 1): (0, 2),
