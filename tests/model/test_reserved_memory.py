@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 from helpers.calls import PAST
-from helpers.models import VOCABULARY, ragged_batch
+from helpers.models import VOCABULARY, ragged_batch, tiny_llama
+from helpers.processes import peft_calls_old_name
 from hf_selfspec import EarlyExit, FixedLength, OnTheFlySearch, SelfSpec, TopKTree
-from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
+from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.cache.speculative_cache import SpeculativeCache, cache_for
 
 PROMPT, NEW, LAYERS = 9, 10, 6
 
@@ -118,3 +121,12 @@ def test_no_more_room_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -
     cache.seek([4], 4)
     keys, _ = cache.update(2 * states, states, 0)
     assert keys[0, 0, :, 0].tolist() == [1.0] * 4 + [2.0] * 4
+
+
+@peft_calls_old_name
+def test_layers_share_buffers_where_adapters_wrap_their_weights() -> None:
+    """A GPU is handed work for each buffer."""
+    model: Any = tiny_llama(layers=3)
+    get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    (shape,) = set(cache_for(model, Anatomy.of(model), 1, 64).shapes)
+    assert shape is not None

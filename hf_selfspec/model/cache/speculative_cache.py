@@ -337,7 +337,7 @@ def window_of(layer: Any) -> int | None:
 
 def _shape_of(like: Any, attention: nn.Module | None) -> Hashable | None:
     """What is equal in layers whose keys and values have the same shape and device, ``None`` where that is unknown."""
-    parts = () if attention is None else (attention, *attention.children())  # a generator of all weights is slow
+    parts = () if attention is None else attention.modules()  # whose `parameters` take twice as long
     weight = next((each for part in parts for each in part._parameters.values() if each is not None), None)
     is_recurrent = isinstance(like, LinearAttentionCacheLayerMixin)
     return None if weight is None else (is_recurrent, window_of(like) is None, weight.shape, weight.device)
