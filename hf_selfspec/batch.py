@@ -21,15 +21,12 @@ class Text:
         lengths: for each row the number of columns that count.
         base: for each row the cache slot that belongs to column 0 (negative for a padded row).
         prompt_width: number of columns of the prompts.
-        fixed: for each row how many slots hold content without ids (images) and must not be written again; ``None``
-            for none.
     """
 
     _ids: torch.Tensor
     lengths: list[int]
     base: list[int]
     prompt_width: int
-    fixed: list[int] | None = None
 
     def __post_init__(self) -> None:
         self.new: list[list[int]] = [[] for _ in self.lengths]  # the tokens of each row that were chosen here
@@ -41,12 +38,12 @@ class Text:
         self.no_draft: Draft | None = None  # see :meth:`Draft.none`
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int, fixed: list[int] | None = None) -> Text:
+    def of(cls, input_ids: torch.Tensor, base: list[int], max_new: int) -> Text:
         """The text that starts with ``input_ids`` ``[b, s]``, with ``max_new`` more columns for what follows."""
         b, width = input_ids.shape
         ids = input_ids.new_zeros(b, width + max_new, dtype=torch.long)  # as those of plain generate
         ids[:, :width] = input_ids
-        return cls(ids, [width] * b, list(base), width, fixed)
+        return cls(ids, [width] * b, list(base), width)
 
     @property
     def ids(self) -> torch.Tensor:

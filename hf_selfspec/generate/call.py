@@ -208,7 +208,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         is_synced=call.synced_gpus,
         constraint=Constraint(scorer.grammars, stopper.eos_tokens),
     )
-    text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width, inputs.fixed)
+    text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width)
     stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "", checked=str(unseen))
     return Decoder(
         target=target,

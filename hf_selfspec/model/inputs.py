@@ -158,7 +158,6 @@ class Inputs:
     prompt: Prompt
     following: DecodeInputs  # where prompts are not text alone, their prefill replaces it
     is_text: bool = True  # whether prompts can be laid out by us: text only, without positions of their own
-    fixed: list[int] | None = None  # see :class:`Text`
 
     @classmethod
     def of(
@@ -181,5 +180,4 @@ class Inputs:
             anatomy = replace(anatomy, takes_positions=False, tree=False, by_slot=False)
         if is_text:
             following = DecodeInputs(following.offsets, extra=extra)
-        fixed = prompt.cursors if is_text else prompt.ends()  # the cache may hold more than text
-        return cls(input_ids, arguments, config, anatomy, prompt, following, is_text, fixed)
+        return cls(input_ids, arguments, config, anatomy, prompt, following, is_text)
