@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -78,7 +77,7 @@ class ControlledDrafter(Drafter):
         always = (session.is_tensor_parallel or other.expected_speedup == math.inf for other in others.values())
         self._always = next(iter(others), None) if free.findings is None and any(always) else None
         self._unrepresentative = 0  # see :attr:`Target.unrepresentative_forwards`, before the round
-        self._begun, self._now = 0.0, perf_counter if session.is_tensor_parallel else session.target.now
+        self._begun, self._now = 0.0, session.target.now
         # Who was asked in this round, and the draft if that was another source that had one.
         self._asked: str | None = None
         self._draft: Draft | None = None

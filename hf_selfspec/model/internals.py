@@ -126,18 +126,13 @@ def tensor_parallel_size(model: PreTrainedModel) -> int:
     Raises:
         UnsupportedModelError: this version does not tell.
     """
-    if missing := [name for name in ("_tp_size", "_device_mesh") if not hasattr(model, name)]:
+    if not hasattr(model, "_tp_size"):
         raise unsupported(
-            f"{type(model).__name__} has no {' and no '.join(missing)}, so that it cannot be told whether its layers "
-            "are spread over processes",
+            f"{type(model).__name__} has no _tp_size, so that it cannot be told whether its layers are spread over "
+            "processes",
             "Take another version of transformers",
         )
     return model._tp_size or 1
-
-
-def device_mesh(model: PreTrainedModel) -> Any:
-    """Returns the processes over which a model's layers are spread, ``None`` where they are not."""
-    return model._device_mesh
 
 
 def keeps_weights(hook: Any) -> bool:

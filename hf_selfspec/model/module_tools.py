@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -15,15 +14,8 @@ import torch.distributed
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import unsupported
 from .forks import cached_property
-from .internals import (
-    ACCELERATE_HOOK,
-    ADAPTED,
-    ADAPTER_SETTINGS,
-    device_mesh,
-    tensor_parallel_size,
-)
+from .internals import ACCELERATE_HOOK, ADAPTED, ADAPTER_SETTINGS, tensor_parallel_size
 
 # Libraries whose hooks treat the rows of a batch alike.
 ROW_BLIND = frozenset(("accelerate", "deepspeed", "hf_selfspec", "torch", "transformers"))
@@ -199,31 +191,6 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return tensor_parallel_size(model) > 1
-
-
-def clock_of(model: PreTrainedModel, forwards: Callable[[], int]) -> Callable[[], float]:
-    """A clock in seconds. All processes of a model read that of the first one, by a broadcast after each forward, so
-    that they decide alike; between two forwards it stands still."""
-    if not is_tensor_parallel(model):
-        return perf_counter
-    mesh = device_mesh(model)
-    if mesh is None:
-        raise unsupported(
-            f"the layers of {type(model).__name__} are spread over processes, but it does not name them (_device_mesh)",
-            "Load it with transformers' tp_plan",
-        )
-    group = mesh.get_group("tp" if "tp" in (mesh.mesh_dim_names or ()) else 0)
-    first, reading = torch.distributed.get_global_rank(group, 0), (-1, 0.0)
-
-    def now() -> float:
-        nonlocal reading
-        if reading[0] != (count := forwards()):
-            seconds = torch.tensor([perf_counter()], dtype=torch.float64, device=model.device)
-            torch.distributed.broadcast(seconds, first, group)
-            reading = count, float(seconds)
-        return reading[1]
-
-    return now
 
 
 def others_are_unfinished(device: torch.device) -> Callable[[bool], bool]:

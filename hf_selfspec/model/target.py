@@ -26,7 +26,7 @@ from .inputs import DecodeInputs, Inputs
 from .internals import prefill as prefill_plainly
 from .layout import StepTokens, Tokens, TreeLayout
 from .linear import few_token_linears
-from .module_tools import ROW_BLIND, clock_of, forward_parameters
+from .module_tools import ROW_BLIND, forward_parameters
 from .patching import Autocast, as_before, autocast_on, eagerly, within, without_checkpointing
 from .plan import LayerPlan, Substitutes
 from .prompt import cache_name, given_cache, tokens_in
@@ -69,7 +69,6 @@ class Target:
 
     def __post_init__(self) -> None:
         self.full_plan, self.device = LayerPlan(self.anatomy.num_layers), self.model.device
-        self.clock = clock_of(self.model, lambda: self.forwards)  # the same in all processes of a model
         self.roots = RowNumbers([0] * len(self.cache.cursors))  # slot of each row's last token
         self.cache_name = cache_name(self.model)
         self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(self.model)
@@ -94,7 +93,7 @@ class Target:
 
     def now(self) -> float:
         """Seconds by a clock that stops while graphs are made."""
-        return self.clock() - self.waited_seconds
+        return perf_counter() - self.waited_seconds
 
     def install(self) -> None:
         """Makes the model's layers obey the :class:`ForwardPass` of a thread, until rounds no longer need that."""

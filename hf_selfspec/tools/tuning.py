@@ -91,8 +91,8 @@ def tune(
     inner = causal_lm(model, "tune")
     if is_tensor_parallel(inner):
         raise UnsupportedModelError(
-            "tune goes by timings, which differ between the processes of a tensor-parallel model. Generate with "
-            "SelfSpec.swift(), whose search uses one clock, or name the blocks to skip."
+            "tune goes by timings, which differ between the processes of a tensor-parallel model. Name the blocks to "
+            "skip, or tune in one process."
         )
     check_count("tune(max_new_tokens)", max_new_tokens)
     if max_prompt_tokens is not None:

@@ -19,6 +19,7 @@ from hf_selfspec.drafts import controlled
 from hf_selfspec.drafts.controller import Arms, ArmStats, Controller, Curves
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.drafts.stop import FixedLength
+from hf_selfspec.model import target
 
 pytestmark = pytest.mark.times_decide
 
@@ -108,7 +109,7 @@ def test_no_times_decide_in_parallel_models(llama: LlamaForCausalLM, monkeypatch
 
     def sizes(factor: float) -> list[tuple[int, int]]:
         now = itertools.count()
-        monkeypatch.setattr(controlled, "perf_counter", lambda: factor * next(now))
+        monkeypatch.setattr(target, "perf_counter", lambda: factor * next(now))
         spec, found = SelfSpec(Cascade([Lookup(), EarlyExit(3)]), FixedLength(3)), []
         model = copy.deepcopy(llama)  # on which nothing was timed
         for _ in range(2):

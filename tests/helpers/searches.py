@@ -13,7 +13,7 @@ from helpers.machine import knowledge_of
 from hf_selfspec import OnTheFlySearch, SelfSpec
 from hf_selfspec.batch import Text
 from hf_selfspec.generate import decoder
-from hf_selfspec.model import module_tools
+from hf_selfspec.model import target
 from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import SpeculativeCache
 from hf_selfspec.model.plan import LayerPlan
@@ -32,7 +32,7 @@ class Clock:
 
     def of(self, model: Any, patch: pytest.MonkeyPatch) -> Clock:
         """The time of calls, in which a forward over ``n`` tokens takes ``1 + 0.1 n`` seconds, all layers the same."""
-        for place in (module_tools, decoder):
+        for place in (target, decoder):
             patch.setattr(place, "perf_counter", self)
 
         def forward(_: Any, args: tuple[torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from helpers.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-CHOSEN_BY_TIME = ("swift",)
 FREE = ("lookup", "default")
 
 
@@ -35,18 +34,10 @@ def test_ids_are_those_of_one_process(name: str, ranks: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_processes_draft_alike(name: str, do_sample: bool, ranks: list[dict[str, Any]]) -> None:
-    """Also where timings decide: those of one process are all processes'."""
     one, other = (found[f"{name}, {do_sample}"] for found in ranks)
     assert one == other
-    if name not in CHOSEN_BY_TIME and not (do_sample and name in FREE):
+    if not (do_sample and name in FREE):
         assert any(stats[1] for _, stats in one), "nothing was accepted"
-
-
-def test_the_clock_is_read_about_once_a_forward(ranks: list[dict[str, Any]]) -> None:
-    """Each reading makes a device wait; trials and timings run further forwards."""
-    readings, forwards = ranks[0]["readings"]
-    assert ranks[1]["readings"] == [readings, forwards]
-    assert 0 < readings < 2 * forwards
 
 
 def test_drawn_tokens_follow_the_seed(ranks: list[dict[str, Any]]) -> None:
@@ -56,5 +47,5 @@ def test_drawn_tokens_follow_the_seed(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_what_goes_by_other_clocks_or_whole_weights_is_refused(ranks: list[dict[str, Any]]) -> None:
-    assert all("tensor-parallel model" in found[name] for found in ranks for name in ("tune", "layerskip"))
+    assert all("tensor-parallel model" in found[name] for found in ranks for name in ("tune", "layerskip", "swift"))
     assert all("leave `head` out" in found["head"] for found in ranks)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ...batch import Text, Verdict
-from ...errors import SettingError, SettingTypeError, warn_once
+from ...errors import SettingError, SettingTypeError, UnsupportedModelError, warn_once
 from ...learned.saving import register
 from ...model.anatomy import Anatomy
 from ...model.forward_pass import ForwardPass
@@ -117,6 +117,11 @@ class SkipLayers(DraftSource):
 
     def start(self, session: Session) -> Drafter:
         plan = self.plan(session.anatomy)
+        if self.search is not None and session.is_tensor_parallel:
+            raise UnsupportedModelError(
+                "a search for blocks to skip goes by timings, which differ between the processes of a tensor-parallel "
+                "model. Name the blocks: SkipLayers(attention=[...], mlp=[...])."
+            )
         if self.search is not None and session.takes_trees:
             return SearchingDraft(session, plan, self.search, self.ratio)
         if self.search is not None:
@@ -142,7 +147,7 @@ class SearchingDraft(PlanDrafter):
             return SkipSearch(search, SkipSpace.of(session.anatomy), share, start if other is None else other.best)
 
         self.search: SkipSearch = session.knowledge.of(f"skip search {session.name}".rstrip(), make)
-        self._begun, self._spent = self.target.clock(), 0.0  # seconds of trials in this call
+        self._begun, self._spent = self.target.now(), 0.0  # seconds of trials in this call
         self.target.cache.reserve(min(self._window, session.new_tokens))
         self.target.cache.look_back(self._window)
         self._use_best()
@@ -170,8 +175,8 @@ class SearchingDraft(PlanDrafter):
 
     def _try(self, text: Text) -> None:
         """Tries a set on the last tokens, if all of them were generated and there is time."""
-        search, clock = self.search, self.target.clock
-        begun, share = clock(), search.settings.budget
+        search, now = self.search, self.target.now
+        begun, share = now(), search.settings.budget
         elapsed = begun - self._begun
         generated = max(text.lengths[row] for row in self.target.rows) - text.prompt_width
         window = min(self._window, *text.last_slots())
@@ -180,10 +185,10 @@ class SearchingDraft(PlanDrafter):
         if generated <= self._window or window < min(_LEAST, self._window) or not has_time:
             return
         if (plan := search.propose()) is not None:
-            proposed = clock()
+            proposed = now()
             search.register(plan, self.matchness(text, plan, window))
-            search.trial_seconds = clock() - proposed
-        seconds = clock() - begun
+            search.trial_seconds = now() - proposed
+        seconds = now() - begun
         self._spent += seconds
         search.search_seconds += seconds
 
