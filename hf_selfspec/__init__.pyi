@@ -67,7 +67,6 @@ from .train.adapter import fit_adapter as fit_adapter
 from .train.early_exit_loss import EarlyExitLoss as EarlyExitLoss
 from .train.early_exit_loss import Gradual as Gradual
 from .train.early_exit_loss import Rotational as Rotational
-from .train.heads import calibrate_exit_heads as calibrate_exit_heads
 from .train.heads import fit_exit_heads as fit_exit_heads
 from .train.layer_dropout import LayerDropout as LayerDropout
 from .train.mtp import fit_mtp as fit_mtp

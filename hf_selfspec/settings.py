@@ -172,7 +172,7 @@ class Settings:
     @classmethod
     def adaspeed(
         cls,
-        exit_layer: int | StrPath | LinearProbe | None = None,
+        exit_layer: int | None = None,
         probe: Confidence | StrPath | None = None,
         max_draft: int = 12,
     ) -> Self:
@@ -182,16 +182,12 @@ class Settings:
 
         Args:
             exit_layer: the exit layer ``E``, from 1 to ``L-1``; ``None`` for the probe's, and without a probe for the
-                fastest, see :meth:`layerskip`. Or a probe, in place of both arguments.
+                fastest, see :meth:`layerskip`.
             probe: what ``fit_probe`` returned, or the folder or Hub repository that holds it; or a function that
                 returns the probability that a drafted token is accepted, from its logits ``[b, v]`` and the hidden
                 state ``[b, d]`` they were computed from. ``None`` for the top-1 probability.
             max_draft: maximum number of tokens in a draft.
         """
-        if isinstance(exit_layer, (str, os.PathLike, LinearProbe)):
-            if probe is not None:
-                raise SettingError(f"SelfSpec.adaspeed({exit_layer!r}, {probe!r}): give one probe.")
-            exit_layer, probe = None, exit_layer
         confidence = LinearProbe.from_pretrained(probe) if isinstance(probe, (str, os.PathLike)) else probe
         if isinstance(confidence, LinearProbe):
             if exit_layer not in (None, confidence.exit_layer):

@@ -76,7 +76,9 @@ class ExitHeads(DraftModule):
     def calibration(self) -> dict[str, Any]:
         calibration = self.about.get("calibration")
         if not calibration:
-            raise SettingError("these exit heads have no thresholds: calibrate them, see calibrate_exit_heads.")
+            raise SettingError(
+                "these exit heads have no thresholds: fit them with fit_exit_heads, which calibrates them."
+            )
         return dict(calibration)
 
     def draft_thresholds(self, epsilon: float) -> list[float]:
@@ -91,8 +93,8 @@ class ExitHeads(DraftModule):
         if not len(enough):
             raise SettingError(
                 f"epsilon={epsilon} is more than these exit heads reach: when they were calibrated, at best "
-                f"{self.reached()} of what they drafted was accepted. Ask for less, fit them on more text, or "
-                "calibrate them on text that is closer to what they are used for."
+                f"{self.reached()} of what they drafted was accepted. Ask for less, or fit them on more text, or text "
+                "that is closer to what they are used for."
             )
         return np.nan_to_num(thresholds[:, enough[0]], nan=math.inf).tolist()
 
@@ -114,8 +116,8 @@ class ExitHeads(DraftModule):
                 raise ValueError(f"thresholds of the shape {thresholds.shape}")
         except (KeyError, TypeError, ValueError) as error:
             raise SettingError(
-                f"the calibration of these {len(self.layers)} exit heads is not one that calibrate_exit_heads has "
-                f"written ({brief(repr(error))}). Calibrate them again."
+                f"the calibration of these {len(self.layers)} exit heads is not one that fit_exit_heads has written "
+                f"({brief(repr(error))}). Fit them again."
             ) from error
         return thresholds, np.nan_to_num(rates)
 

@@ -12,15 +12,14 @@ class LinearProbe(DraftModule):
     Args:
         exit_layer: the exit layer ``E`` whose states the probe reads.
         hidden_size: their width ``d``.
-        do_sample: whether the probe is for sampling, where acceptance is defined differently.
         about: see :class:`DraftModule`.
     """
 
-    kind, usage = "probe", "SelfSpec.adaspeed({!r})"
+    kind, usage = "probe", "SelfSpec.adaspeed(probe={!r})"
 
-    def __init__(self, exit_layer: int, hidden_size: int, do_sample: bool = False, about: About = None) -> None:
+    def __init__(self, exit_layer: int, hidden_size: int, about: About = None) -> None:
         super().__init__(about)
-        self.exit_layer, self.do_sample = int(exit_layer), bool(do_sample)
+        self.exit_layer = int(exit_layer)
         self.direction = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.direction.weight)
         nn.init.zeros_(self.direction.bias)

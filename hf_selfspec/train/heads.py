@@ -1,6 +1,5 @@
 """Fitting exit heads and calibrating them (DSSD §3.2-3.4)."""
 
-import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..errors import SettingError
-from ..model.anatomy import causal_lm
-from ..model.fingerprint import Fingerprint
-from ..modules.draft_module import module_of
 from ..modules.heads import ExitHeads, Predictions, calibrate, confidence, default_layers
-from ..validation import MOST_LAYERS, StrPath, check_count, check_exit, check_flag, check_share
+from ..validation import MOST_LAYERS, check_count, check_exit, check_flag, check_share
 from .exits import FrozenModel, HiddenStates, Metric, agreement
-from .fit import TrainedFit, as_function, check_length, saved
-from .texts import AT_ONCE, HELD_OUT, MOST_HELD_OUT, Tokenizer, continued, one_text_each, packed
+from .fit import TrainedFit, as_function
+from .texts import AT_ONCE, HELD_OUT, Tokenizer, continued, one_text_each
 
 # Every hundredth from 0.5 on, and denser near 1: all tokens of a draft have to be right.
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
@@ -32,8 +28,8 @@ _USUAL_HEADS = 4
 class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"):
     """Fits DSSD's exit heads (§3.2) to a frozen model and calibrates their thresholds (§3.4).
 
-    Each head learns the whole model's distribution. They are calibrated on what the model writes after the first
-    quarter of each held-out row, as by :func:`calibrate_exit_heads`.
+    Each head learns the whole model's distribution. They are calibrated on what the model writes, greedily, after the
+    first quarter of each held-out row.
 
     Args:
         model, tokenizer, dataset, block_size, args, callbacks, output_dir: see :func:`fit_adapter`.
@@ -43,7 +39,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         copied: whether heads start with the weights of the model's own norm and head (without its bias, scale or
             soft-cap); they start at random by default, which the paper found to be better after long fits
             (copies stay over-confident).
-        epsilons: see :func:`calibrate_exit_heads`.
+        epsilons: accuracies for which thresholds are kept, in increasing order.
 
     Returns:
         The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued if they reach none of the accuracies.
@@ -63,7 +59,14 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         super().check()
         name = self.function
         check_flag(f"{name}(copied)", self.copied)
-        _check(name, self.epsilons, self.block_size)
+        if self.block_size < 2:
+            raise SettingError(
+                f"{name}(block_size={self.block_size}) leaves the model nothing to write: give at least 2."
+            )
+        for epsilon in self.epsilons:
+            check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
+        if not self.epsilons or list(self.epsilons) != sorted(set(self.epsilons)):
+            raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(self.epsilons)!r}.")
         check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
         if (self.layers is not None and self.num_heads != _USUAL_HEADS) or (self.copied and self.rank is not None):
             raise SettingError(f"{name} takes layers or num_heads, not both, and copied=True or a rank, not both.")
@@ -116,57 +119,6 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
 fit_exit_heads = as_function(HeadsFit)
 
 
-def calibrate_exit_heads(
-    heads: ExitHeads | StrPath,
-    model: Any,
-    tokenizer: Tokenizer,
-    dataset: Iterable[Any],
-    *,
-    epsilons: Sequence[float] = _EPSILONS,
-    block_size: int = 256,
-    output_dir: StrPath | None = None,
-) -> ExitHeads:
-    """Calibrates exit heads on other text (DSSD §3.4), as :func:`fit_exit_heads` does on what it holds out.
-
-    The model continues the first quarter of each row greedily, and heads are calibrated on what it writes.
-
-    Args:
-        heads: heads that were fitted to the model, or the folder or Hub repository that holds them; they do not change.
-        model, tokenizer: see :func:`fit_adapter`.
-        dataset: texts like those that will be generated, of which the first 64 rows are used.
-        epsilons: accuracies for which thresholds are kept, in increasing order.
-        block_size: tokens of a row.
-        output_dir: folder in which the heads are saved.
-
-    Returns:
-        A copy with the new thresholds.
-
-    Raises:
-        SettingError, SettingTypeError: there is no text, a setting is not allowed, or the heads are another model's.
-    """
-    name = "calibrate_exit_heads"
-    inner = causal_lm(model, name)
-    check_length(name, block_size, inner.config.get_text_config(decoder=True))
-    rows = packed(tokenizer, dataset, block_size, name)[:MOST_HELD_OUT]
-    _check(name, epsilons, block_size)
-    _, loaded = module_of(f"{name}(heads)", heads, ExitHeads)
-    loaded.check(lambda: Fingerprint.of_decoder(inner))
-    frozen = FrozenModel(inner, loaded.layers)
-    calibrated = copy.deepcopy(loaded.on(frozen.device)).eval()
-    with frozen.frozen():
-        _calibrate(name, calibrated, frozen, rows, epsilons)
-    return saved(calibrated, calibrated.about, output_dir)
-
-
-def _check(name: str, epsilons: Sequence[float], block_size: int) -> None:
-    if block_size < 2:
-        raise SettingError(f"{name}(block_size={block_size}) leaves the model nothing to write: give at least 2.")
-    for epsilon in epsilons:
-        check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
-    if not epsilons or list(epsilons) != sorted(set(epsilons)):
-        raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(epsilons)!r}.")
-
-
 def _calibrate(name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float]) -> None:
     calibration = calibrate(_predictions(frozen, heads, rows), epsilons)
     heads.about = heads.about | {"calibration": calibration}
@@ -175,8 +127,8 @@ def _calibrate(name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Ten
         best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
         warnings.warn(
             f"{name}: these exit heads reach none of the accuracies from {epsilons[0]} on ({best}), so SelfSpec.dssd "
-            "cannot draft with them at such an epsilon. Fit them on more text or for more epochs, or with copied=True, "
-            "or calibrate them on text that is closer to what they are used for.",
+            "cannot draft with them at such an epsilon. Fit them on more text, on text that is closer to what they are "
+            "used for, for more epochs, or with copied=True.",
             stacklevel=3,
         )
 

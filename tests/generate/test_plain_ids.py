@@ -63,7 +63,7 @@ SPECS: dict[str, Callable[[PreTrainedModel], SelfSpec]] = {
     "mtp": lambda model: SelfSpec(MTP(mtp_of(model)), FixedLength(4)),
     "mtp tree": lambda model: SelfSpec(MTP(mtp_of(model, 2)), ConfidenceThreshold(0.1), _WIDE),
     "mtp cascade": lambda model: SelfSpec(Cascade([Lookup(), MTP(mtp_of(model))]), FixedLength(3)),
-    "probe": lambda model: SelfSpec.adaspeed(probe_of(model)),
+    "probe": lambda model: SelfSpec.adaspeed(probe=probe_of(model)),
     "adaptive": lambda model: SelfSpec.adaspeed(2),
     "reduced head": lambda model: SelfSpec(EarlyExit(2, reduced(model)), FixedLength(3), TopKTree()),
     "candidates": lambda model: SelfSpec(PromptLookupCandidateGenerator(num_output_tokens=4, max_length=99)),

@@ -74,7 +74,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "swift": SelfSpec.swift,
     "search": lambda: SelfSpec.swift(search=OnTheFlySearch(8, 50, 5, budget=1.0)),
     "adapter": lambda: SelfSpec(EarlyExitAdapter(Adapter(2, 64, 4)), _THREE),
-    "probe": lambda: SelfSpec.adaspeed(LinearProbe(2, 64)),
+    "probe": lambda: SelfSpec.adaspeed(probe=LinearProbe(2, 64)),
     "heads": lambda: SelfSpec.dssd(heads_of(tiny_llama(layers=4, factor=0.1), 0.5, (1, 3))),
     "reduced": lambda: SelfSpec(EarlyExit(2, head=ReducedHead.of(range(40), VOCABULARY)), _THREE, TopKTree()),
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),

@@ -42,7 +42,11 @@ PARTS: dict[type[DraftModule], tuple[Callable[[], Any], Any, Any]] = {
     Adapter: (lambda: Adapter(2, 64, 4, about=about(MODEL, {"steps": 3}, {})), SelfSpec.kangaroo, EarlyExitAdapter),
     BlockHead: (lambda: block_of(MODEL), lambda at: SelfSpec(Cascade([Lookup(), Block(at)])), Block),
     ExitHeads: (lambda: heads_of(MODEL, 0.5), SelfSpec.dssd, DynamicExit),
-    LinearProbe: (lambda: LinearProbe(2, 64, True, about={"figures": None}), SelfSpec.adaspeed, None),
+    LinearProbe: (
+        lambda: LinearProbe(2, 64, about={"figures": None}),
+        lambda at: SelfSpec.adaspeed(probe=at),
+        None,
+    ),
     MtpHead: (lambda: MtpHead.of(MODEL), SelfSpec.mtp, MTP),
     ReducedHead: (lambda: ReducedHead.of(range(9), VOCABULARY), None, None),  # no preset
 }
@@ -92,7 +96,7 @@ def test_what_is_no_such_part_is_named(tmp_path: Path) -> None:
         DraftModule.from_pretrained(tmp_path)
 
 
-NOT_CALIBRATED = "is not one that calibrate_exit_heads has written"
+NOT_CALIBRATED = "is not one that fit_exit_heads has written"
 CASES: list[tuple[type[DraftModule], tuple[str, ...], Any, str]] = [
     (Adapter, ("about",), "good", "cut short or changed"),
     (Adapter, ("colour",), "red", "colour"),

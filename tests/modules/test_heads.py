@@ -23,7 +23,6 @@ from hf_selfspec import (
     ReducedHead,
     SelfSpec,
     attach,
-    calibrate_exit_heads,
     fit_exit_heads,
     fit_reduced_head,
 )
@@ -32,7 +31,6 @@ from hf_selfspec.errors import SettingError, SettingTypeError, UnsupportedModelE
 from hf_selfspec.model import head
 from hf_selfspec.model.head import HeadRows
 from hf_selfspec.model.linear import FewTokenLinear
-from hf_selfspec.modules.draft_module import about
 from hf_selfspec.modules.heads import ExitHeads, Predictions, calibrate, confidence, default_layers
 
 # Exit heads ----------------------------------------------------------------------------------------------------------
@@ -63,9 +61,8 @@ def test_calibrations() -> None:
 def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
     """By hand: the loosest threshold above which heads are right often enough; a text that ends counts up to its
     end."""
-    model = tiny_llama(8)
-    heads, texts, epsilons = heads_of(model, 0.5), rows(6), (0.2, 0.9)
-    prompts = torch.tensor([row["input_ids"][:8] for row in texts])
+    model, texts, epsilons = tiny_llama(8), rows(120), (0.2, 0.9)
+    prompts = torch.tensor([row["input_ids"][:8] for row in texts[-6:]])  # those that are held out
     written = model.generate(prompts, max_new_tokens=24, do_sample=False, eos_token_id=None)
     end = [int(written[0, 15]), 96]
     ends = [next((at for at in range(8, 32) if row[at] in end), 31) for row in written.tolist()]
@@ -76,10 +73,12 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
         setattr(model.generation_config, name, value)
     before = model.generation_config
     with attach(model, SelfSpec.lookup()) as attached:
-        found = calibrate_exit_heads(heads, model, None, texts, epsilons=epsilons, block_size=32, output_dir=tmp_path)
+        settings = {"layers": LAYERS, "epsilons": epsilons, "block_size": 32, "copied": True}
+        args = arguments(tmp_path / "trainer", max_steps=1, learning_rate=1e-9)
+        heads = fit_exit_heads(model, None, texts, args=args, output_dir=tmp_path, **settings)
     assert attached.stats is None
     assert model.generation_config is before
-    calibration = found.about["calibration"]
+    calibration = heads.about["calibration"]
     assert calibration["tokens"] == sum(at - 7 for at in ends)
     with torch.no_grad():
         outputs = [model(row[None, : at + 1], output_hidden_states=True) for row, at in zip(written, ends, strict=True)]
@@ -91,8 +90,7 @@ def test_calibration_on_what_the_model_writes(tmp_path: Path) -> None:
             enough = [[one for one in sure.unique() if right[sure >= one].mean() >= epsilon] for epsilon in epsilons]
             expected = [min(values).item() if values else None for values in enough]
             assert calibration["thresholds"][number] == pytest.approx(expected, abs=1e-5)
-    assert heads.about["calibration"]["epsilons"] == [0.9]  # those that were given stay as they are
-    assert ExitHeads.from_pretrained(tmp_path).about == found.about
+    assert ExitHeads.from_pretrained(tmp_path).about == heads.about
 
 
 def fitted(model: Any, folder: Path, told: str = "", **options: Any) -> ExitHeads:
@@ -139,18 +137,14 @@ def test_fits_of_exit_heads(tmp_path: Path) -> None:
 
 def test_mistakes_about_exit_heads(tmp_path: Path) -> None:
     model = tiny_llama(8)
-    heads, other = heads_of(model, 0.5), heads_of(model, 0.5)
+    heads = heads_of(model, 0.5)
     heads.about = {"calibration": calibrated(heads.about["calibration"]["thresholds"], 0.8979)}
-    other.about = about(tiny_llama(8, factor=2.0), {}, {})
 
     def generate(other: Any, heads: ExitHeads) -> Any:
         return other.generate(**ROW, max_new_tokens=3, assistant=SelfSpec.dssd(heads, 0.8))
 
-    def calibrate_again(heads: Any, block_size: int = 32) -> Any:
-        return calibrate_exit_heads(heads, model, None, rows(), block_size=block_size)
-
     def fit(count: int = 60, **options: Any) -> Any:
-        return fit_exit_heads(model, None, rows(count), block_size=32, **options)
+        return fit_exit_heads(model, None, rows(count), **{"block_size": 32} | options)
 
     shared = heads_of(model, 0.5, (1,))
     for wrong, error, words in (
@@ -159,9 +153,7 @@ def test_mistakes_about_exit_heads(tmp_path: Path) -> None:
         (lambda: SelfSpec.dssd(3), SettingTypeError, "must be ExitHeads or the path of a saved one"),
         (lambda: generate(tiny_llama(6), heads), SettingError, "but LlamaForCausalLM has 6 layers"),
         (lambda: generate(build("gemma3n_text"), shared), UnsupportedModelError, "exit heads cannot draft"),
-        (lambda: calibrate_again(other), SettingError, "was fitted to|were fitted to"),
-        (lambda: calibrate_again(heads, 1), SettingError, "leaves the model nothing to write"),
-        (lambda: calibrate_again(tmp_path / "none"), SettingError, "there is no saved part"),
+        (lambda: fit(block_size=1), SettingError, "leaves the model nothing to write"),
         (lambda: fit(epsilons=[0.9, 0.5]), SettingError, "must be in increasing order"),
         (lambda: fit(3), SettingError, "none can be held out"),
     ):

@@ -281,8 +281,6 @@ MISTAKES: list[tuple[str, str, str | None]] = [
     ("--block-size 1", "(block_size=1) leaves the model nothing to write: give at least 2", "fit heads"),
     ("--layers 3,x", "--layers: invalid list of int, separated by commas, value: '3,x'. See", "fit heads"),
     ("--copied --rank 4", "copied=True or a rank, not both", "fit heads"),
-    ("--temperature 0.7", "has no effect without do_sample=True", "fit probe"),
-    ("--do-sample --top-p 1.5", "`top_p` has to be a float > 0 and < 1", "fit probe"),
     ("--bf16 --fp16", "At most one of fp16 and bf16 can be True", "fit adapter"),
     ("--size 0", "(size) must be at least 1, got 0", "fit head"),
 ]

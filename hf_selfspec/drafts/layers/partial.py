@@ -5,7 +5,7 @@ import math
 import torch
 
 from ...batch import Draft, Text, Verdict
-from ...errors import SettingError, SettingTypeError, warn_once
+from ...errors import SettingError, SettingTypeError
 from ...model.forward_pass import ForwardPass
 from ...model.head import HeadRows
 from ...model.logits import best_tokens, draw_without_replacement
@@ -145,7 +145,7 @@ class PlanDrafter(Drafter):
 
 def _check_probe(session: Session, plan: LayerPlan) -> None:
     """Checks that the probe of the stop rule, if it has one, was fitted to the states that it will get."""
-    probe, do_sample = getattr(session.stop, "confidence", None), session.scorer.do_sample
+    probe = getattr(session.stop, "confidence", None)
     if not isinstance(probe, LinearProbe):
         return
     probe.check(session.knowledge.fingerprint)
@@ -153,9 +153,4 @@ def _check_probe(session: Session, plan: LayerPlan) -> None:
         raise SettingError(
             f"the probe was fitted to the states of exit layer {probe.exit_layer}, but the draft runs {plan.picture()} "
             f"of the layers. Draft with EarlyExit({probe.exit_layer}), or fit another probe."
-        )
-    if probe.do_sample != do_sample:
-        modes = {True: "sampled tokens", False: "greedy text"}
-        warn_once(
-            f"the probe was fitted for {modes[probe.do_sample]} but is used for {modes[do_sample]}: it may mislead."
         )
