@@ -42,7 +42,7 @@ class Findings:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned; raises and changes nothing for anything else."""
+        """Restores what :meth:`state` returned."""
 
     def forget(self) -> None:
         """Drops users' texts, if there are any, and what follows from them."""

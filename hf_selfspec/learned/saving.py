@@ -1,6 +1,7 @@
 """Saving settings and findings: one JSON file, written whole or not at all, and the classes that it may name."""
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -118,7 +119,7 @@ def decode(value: Any, name: str) -> Any:
 
 def write(saved: Saved) -> None:
     """Writes a file, whole or not at all."""
-    content = {"format": FORMAT, **dataclasses.asdict(saved)}
+    content = {"format": FORMAT, **dataclasses.asdict(saved), "digest": _digest(saved.findings)}
     del content["path"]
     with written_whole(saved.path) as beside, beside.open("x", encoding="utf-8") as file:
         json.dump(content, file)
@@ -136,8 +137,14 @@ def read(path: Path) -> Saved:
             )
         if (fingerprint := content["fingerprint"]) is not None:
             content["fingerprint"] = Fingerprint.read(fingerprint, "fingerprint")
-        content["findings"] = {name: dict(state) for name, state in content["findings"].items()}
+        # So that what restores findings need not doubt them.
+        if content.pop("digest", "") != _digest(content["findings"]) and content["findings"] != {}:
+            raise ValueError("other findings than were written")
         return Saved(path=path, **content)
+
+
+def _digest(findings: States) -> str:
+    return hashlib.sha256(json.dumps(findings).encode()).hexdigest()[:16]
 
 
 def reading(path: Path) -> AbstractContextManager[None]:

@@ -148,8 +148,7 @@ class SkipChoice:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> SkipChoice:
-        """The inverse of :meth:`state`; raises for anything else."""
-        check_share("matchness", state["matchness"], zero=True, one=True)
+        """The inverse of :meth:`state`."""
         return cls(LayerPlan.of_picture(state["set"]), state["matchness"])
 
 
@@ -242,11 +241,8 @@ class SkipSearch(Findings):
             return {"phase": self.phase, "steps": self.steps, **self.choice.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned; raises for anything else. What was tried is not kept, but the best."""
+        """Restores what :meth:`state` returned. What was tried is not kept, but the best."""
         choice, is_over = SkipChoice.of_state(state), bool(_PHASES.index(state["phase"]))
-        if choice.plan.num_layers != self.space.num_layers:
-            raise ValueError(f"a set for another depth than {self.space.num_layers} layers")
-        check_count("steps", state["steps"], least=0)
         with self._lock:
             self._start_over(state["steps"])
             self.choice, self.is_over = choice, is_over

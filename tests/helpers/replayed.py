@@ -114,7 +114,7 @@ class Replay:
         self.on_cpu = table != "flat" if on_cpu is None else on_cpu
         self.table, self.sources, self.has_free, self.awake = table, sources, free, awake
         self.now, self.random = 0.0, random.Random(0)
-        self.arms, self.curves, self.texts = Arms(ArmStats), Curves(), LookupFindings(65_536, 1 << 21)
+        self.arms, self.curves, self.texts = Arms(ArmStats), Curves(), LookupFindings()
         self.streams: Sequence[Stream] = ()
         self.active = SimpleNamespace(kept=[])
         self.is_whole, self.widths = False, list[tuple[int, int]]()

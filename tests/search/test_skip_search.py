@@ -84,12 +84,6 @@ def test_bayesian_steps_find_a_known_set(blocks: SkipSpace, monkeypatch: pytest.
     assert asked == [*range(4, 61, 2)] * 3  # at the second step no set of this size was tried
 
 
-def test_what_a_search_of_another_depth_has_found_is_refused() -> None:
-    other = SkipSearch(OnTheFlySearch(), space(9), 0.5, LayerPlan(9))
-    with pytest.raises(ValueError, match="another depth"):
-        SkipSearch(OnTheFlySearch(), space(), 0.5, BEST).restore(other.state())
-
-
 def draft_much(search: SkipSearch, share: float) -> None:
     """Rounds with the share of drafted tokens that is accepted."""
     for _ in range(skip_search._WATCHED // 16):

@@ -54,7 +54,7 @@ def test_help_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "AdaSPEED's probe (§II.B)" in capsys.readouterr().out
     assert main(["fit", "probe", "--help"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("temperature, top_k, top_p: settings of sampling.", "--top-k", "--bf16"))
+    assert all(word in told for word in ("exit_layer: the exit layer ``E``.", "--exit-layer", "--bf16"))
     for words in ([], ["fit", "wings"], ["train"]):
         assert "See `hf-selfspec" in told_in_one_line(words, 2, capsys)
 

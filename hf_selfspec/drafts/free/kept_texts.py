@@ -26,12 +26,12 @@ _PIECE = 4_096
 class LookupFindings(Findings):
     """Successors of pairs, earlier texts and ``rates`` by kind of call; ``lock`` is held while they are used."""
 
-    def __init__(self, most_stored: int = STORED, vocabulary: int = 1 << 31) -> None:
+    def __init__(self, most_stored: int = STORED) -> None:
         self.lock = new_lock()
         self.successors = Successors()
         self.store = SuffixIndex()
         self._adding = new_lock()  # held while the store changes, before ``lock``
-        self._most_stored, self._vocabulary = most_stored, vocabulary
+        self._most_stored = most_stored
         self.rates = defaultdict[str, Rates](Rates)
         self._texts = 0
 
@@ -89,22 +89,10 @@ class LookupFindings(Findings):
             return {"arrays": base64.b64encode(save(arrays)).decode("ascii"), "rates": rates}
 
     def restore(self, state: dict[str, Any]) -> None:
-        arrays = load(base64.b64decode(state["arrays"], validate=True))
-        tokens = arrays["store"]
-        if tokens.ndim != 1:
-            raise ValueError(f"a store of the shape {tokens.shape}")
-        for of_model in (tokens, arrays["tokens"]):
-            _check_tokens(of_model, self._vocabulary)
+        arrays = load(base64.b64decode(state["arrays"]))
         store = SuffixIndex()
-        store.extend(tokens.tolist()[-self._most_stored :] if self._most_stored else [])
+        store.extend(arrays["store"].tolist()[-self._most_stored :] if self._most_stored else [])
         rates = {mode: Rates.of(of_mode) for mode, of_mode in state["rates"].items()}
         with self._adding, self.lock:
             self.successors.restore(arrays)
             self.store, self.rates = store, defaultdict(Rates, rates)
-
-
-def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
-    if tokens.dtype.kind not in "iu":
-        raise ValueError(f"tokens of the type {tokens.dtype}")
-    if tokens.size and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
-        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, but the model has 0 to {vocabulary - 1}")

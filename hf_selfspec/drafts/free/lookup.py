@@ -45,7 +45,7 @@ class Lookup(DraftSource):
         check_count("Lookup(max_nodes)", self.max_nodes, most=SIZES[-1])
 
     def free_drafts(self, session: Session) -> FreeDrafts:
-        findings = session.knowledge.of("lookup", lambda _: LookupFindings(self.stored_tokens, session.vocabulary), ALL)
+        findings = session.knowledge.of("lookup", lambda _: LookupFindings(self.stored_tokens), ALL)
         return FreeDrafts(findings, session, controller_of(session), self.max_nodes)
 
     def start(self, session: Session) -> Drafter:

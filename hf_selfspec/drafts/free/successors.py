@@ -78,7 +78,7 @@ class Successors:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned, only its latest pairs if there are too many."""
-        pairs, tokens, probabilities = (values[-self.most :] for values in _checked(state))
+        pairs, tokens, probabilities = (state[name][-self.most :] for name in ("pairs", "tokens", "probabilities"))
         self.forget()
         self._tokens[: len(pairs)], self._probabilities[: len(pairs)] = tokens, probabilities
         for pair in pairs.tolist():
@@ -99,14 +99,3 @@ class Successors:
             self._pairs[slot] = key
         self._slots[key] = slot
         return slot
-
-
-def _checked(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    pairs = np.asarray(state["pairs"], np.int64)
-    tokens = np.asarray(state["tokens"], np.int32)
-    probabilities = np.asarray(state["probabilities"], np.float32)
-    if not tokens.shape == probabilities.shape == (len(pairs), WIDTH):
-        raise ValueError(f"{len(pairs)} pairs with successors of the shapes {tokens.shape} and {probabilities.shape}.")
-    if not ((probabilities >= 0) & (probabilities <= 1)).all():
-        raise ValueError("Probabilities of successors outside 0 to 1.")
-    return pairs, tokens, probabilities
