@@ -63,7 +63,7 @@ def drafter_of(source: DraftSource, session: Session) -> Drafter:
     drafters = {repr(arm): arm.start(session if is_one else replace(session, name=repr(arm))) for arm in arms}
     drafter = drafters[repr(arms[0])]
     always = is_one and (drafter.expected_speedup == math.inf or session.is_tensor_parallel)
-    if isinstance(drafter, ControlledDrafter) or (always and not session.constraint):
+    if isinstance(drafter, ControlledDrafter) or (always and not session.grammars):
         return drafter
     return ControlledDrafter(session, FreeDrafts(None, session, controller_of(session)), drafters)
 
@@ -104,9 +104,9 @@ class ControlledDrafter(Drafter):
                 controller.begin_anew(name)
                 self._variants[name] = drafter.variant
         self._asked, self._draft = self._free_arm(max_new), None
-        self._free_takes_part, constraint = self._asked is not None, self._session.constraint
+        self._free_takes_part, grammars = self._asked is not None, self._session.grammars
         trees = list[TokenTree]()
-        if self._free_takes_part or constraint:
+        if self._free_takes_part or grammars:
             trees = self.free.plan(text, max_new, self._free_takes_part)
         size = max(map(len, trees), default=0)
         drafting = [pair for pair in zip(trees, controller.worth, strict=False) if pair[1]]
@@ -123,7 +123,7 @@ class ControlledDrafter(Drafter):
                 width = controller.width(other, whole) if whole else max(max_new)
                 draft = drafter.propose(text, [min(count, width) for count in max_new])
                 if draft.size:
-                    if constraint and draft.listed is None:  # so that masks of all nodes can be made at once
+                    if grammars and draft.listed is None:  # so that masks of all nodes can be made at once
                         draft = replace(draft, listed=draft.tokens.tolist())
                     self._draft, self._free_takes_part = draft, False
                     return draft

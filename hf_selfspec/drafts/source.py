@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ..batch import Draft, Text, Verdict
@@ -17,7 +17,7 @@ from ..model.module_tools import is_tensor_parallel, vocabulary_of
 from ..model.target import Target
 from ..modules.draft_module import DraftModule, module_of
 from ..stats import GenerationStats
-from .grammar.rows import Constraint
+from .grammar.rows import GrammarMask
 from .growing import TopKTree
 from .scoring import Scorer
 from .stop import Memory, StopRule, longest_draft
@@ -92,7 +92,7 @@ class Session:
         knowledge: what is known from earlier calls.
         is_synced: whether several processes run the same forwards.
         name: the source's name in a cascade, under which its findings are kept; empty for a source that drafts alone.
-        constraint: what grammars allow and force; false in a condition where there are none.
+        grammars: those that forbid tokens in drafts, too, and draft what they force.
     """
 
     target: Target
@@ -105,7 +105,7 @@ class Session:
     knowledge: KnowledgeOfCall
     is_synced: bool = False
     name: str = ""
-    constraint: Constraint = field(default_factory=Constraint)
+    grammars: Sequence[GrammarMask] = ()
 
     @property
     def anatomy(self) -> Anatomy:

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..batch import Text
 from ..drafts.controlled import drafter_of
-from ..drafts.grammar.rows import Constraint, with_grammars
+from ..drafts.grammar.rows import with_grammars
 from ..drafts.growing import TopKTree
 from ..drafts.scoring import Scorer, stateful
 from ..drafts.source import Session
@@ -206,7 +206,7 @@ def _build(call: Call, spec: Settings, knowledge: KnowledgeOfCall, unseen: Unsee
         new_tokens=new_tokens,
         knowledge=knowledge,
         is_synced=call.synced_gpus,
-        constraint=Constraint(scorer.grammars, stopper.eos_tokens),
+        grammars=scorer.grammars,
     )
     text = Text.of(call.input_ids, prompt.base, target.cache.capacity - prompt.width)
     stats = GenerationStats(together_for=", ".join(functions) if batch_size > 1 else "", checked=str(unseen))

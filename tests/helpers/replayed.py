@@ -157,7 +157,7 @@ class Replay:
                 full_plan=None,
                 model=SimpleNamespace(),
             ),
-            constraint=None,
+            grammars=(),
             stop=None,
             scorer=SimpleNamespace(do_sample=False),
             takes_trees=True,

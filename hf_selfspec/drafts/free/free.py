@@ -12,6 +12,7 @@ from ...batch import Draft, Text, Verdict
 from ...model.logits import Tops
 from ..controller import Controller
 from ..cost_curve import SIZES
+from ..grammar.rows import DraftCursor
 from ..source import Session
 from .kept_texts import LookupFindings
 from .row import LookupRow
@@ -60,7 +61,7 @@ class FreeDrafts:
     def plan(self, text: Text, max_new: list[int], takes_part: bool = True) -> list[TokenTree]:
         """The trees of all rows, each as large as pays when they are verified together; of what grammars force alone
         unless free drafts take part."""
-        session, costs, constraint = self._session, self.controller.curve.costs, self._session.constraint
+        session, costs, grammars = self._session, self.controller.curve.costs, self._session.grammars
         rows, left = sum(count > 0 for count in max_new), max(max_new)
         # Forced tokens only have to be faster than nothing.
         pace = self.controller.curve.pace if takes_part else rows / costs[0]
@@ -72,7 +73,7 @@ class FreeDrafts:
                 if count:
                     free = self._rows[row] if takes_part else None
                     deepest = min(count, session.max_draft) if takes_part else count
-                    guide = constraint.at(text, row) if constraint else None
+                    guide = DraftCursor(grammars, row, list(text.new[row]), session.eos_tokens) if grammars else None
                     price = pace / rows / self.controller.worth[row]
                     trees[row] = grow(free, costs, price, deepest, branching, guide)
         most = min(self._together(trees, pace) if rows > 1 else self._max_nodes, self._max_nodes)

@@ -176,20 +176,6 @@ class DraftCursor:
         return bool(path) and path[-1] in self.ends
 
 
-@dataclass(frozen=True)
-class Constraint:
-    """What grammars allow in drafts; false in a condition where there are none."""
-
-    masks: Sequence[GrammarMask] = ()
-    ends: frozenset[int] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.masks)
-
-    def at(self, text: Text, row: int) -> DraftCursor:
-        return DraftCursor(self.masks, row, list(text.new[row]), self.ends)
-
-
 def with_grammars(processors: LogitsProcessorList) -> LogitsProcessorList:
     """The processors, with a :class:`GrammarMask` in place of each whose grammars can be rolled back."""
     return LogitsProcessorList(
