@@ -39,10 +39,9 @@ def read(data: str | None) -> DatasetDict:
 
 def exit_loss(args: argparse.Namespace) -> EarlyExitLoss:
     """Returns the loss of named exits, which weigh alike in each step, or of all by the paper's curriculum."""
-    distils = args.self_distillation
     if args.exits is None:
-        return EarlyExitLoss(args.e_scale, Rotational(8), scale=loss_scale, self_distillation=distils)
-    return EarlyExitLoss(args.e_scale, layers=args.exits, self_distillation=distils)
+        return EarlyExitLoss(args.e_scale, Rotational(8), scale=loss_scale)
+    return EarlyExitLoss(args.e_scale, layers=args.exits)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,7 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a training block")
     parser.add_argument("--exits", type=int, nargs="+", help="exit layers that are to draft (default: all, in turn)")
     parser.add_argument("--e-scale", type=float, default=1.0, help="weight of earlier exits, see EarlyExitLoss")
-    parser.add_argument("--self-distillation", action="store_true", help="exits learn the last layer's distribution")
     parser.add_argument("--held-out", type=int, default=500, help="evaluate on at most this many blocks")
     args = parser.parse_args(arguments)
 

@@ -22,7 +22,6 @@ from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.model.transfer import RowNumbers
 from hf_selfspec.search.skip_search import SkipSearch
-from hf_selfspec.tools.figures import new_figure
 
 _RATIO = 0.5
 # Greedy texts of random models soon repeat themselves, so that agreement there shows little.
@@ -147,7 +146,9 @@ def held_out_matchness(model: LlamaForCausalLM, plans: Sequence[LayerPlan]) -> l
 
 def plot(courses: dict[str, Course], title: str, path: str) -> None:
     """Draws the held-out matchness of the leading sets against steps and against seconds."""
-    figure = new_figure("known_answer.py", 10, 4)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
     by_step, by_second = figure.subplots(1, 2, sharey=True)
     for name, course in courses.items():
         matchness = [*course.matchness, course.matchness[-1]]

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import SettingError
 from ..learned.files import check_folder, path_of, reported, written_whole
 from ..validation import StrPath
-from .figures import as_text, new_figure, saved
+from .figures import as_text
 from .methods import LAYERS, PLAIN, Method
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _DRAWS, _SEED = 2000, 0
 _PLAINS_COLOUR, _THEIR_COLOUR, _OUR_COLOUR = "#999999", "#E69F00", "#0072B2"
 # The most characters of a method's name on an axis.
 _LONGEST = 34
-_NOTHING = "–"
+_NOTHING, _DPI = "–", 120
 _NOTE = (
     "Speed-up: how many times plain generate's tokens per second; whole calls, mean of all prompts but the first.\n"
     "Drafts alone: the same, beside plain generate with our linear layers. Tokens a round include the bonus token."
@@ -136,10 +136,17 @@ class Comparison:
             The figure, which is not shown and not registered with pyplot.
 
         Raises:
-            SettingError, SettingTypeError: matplotlib is not installed, or ``path`` cannot be written.
+            SettingError: matplotlib is not installed, or ``path`` cannot be written.
         """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise SettingError(
+                "Comparison.plot draws with matplotlib, which could not be imported. Run `pip install matplotlib`, or "
+                "print the comparison instead."
+            ) from error
         methods = sorted(self.results["methods"], key=_value)
-        figure = new_figure("Comparison.plot", 8, 1.1 + 0.36 * len(methods))
+        figure = Figure(figsize=(8, 1.1 + 0.36 * len(methods)), layout="constrained")
         axes, ends = figure.subplots(), [1.0]
         for place, method in enumerate(methods):
             theirs = _PLAINS_COLOUR if method["name"] in (PLAIN, LAYERS) else _THEIR_COLOUR
@@ -155,7 +162,10 @@ class Comparison:
         axes.set(xlim=(0, 1.15 * max(ends)), xlabel="speed, plain generate = 1 (whiskers: 95 % interval)")
         axes.axvline(1, color="black", linewidth=1)
         axes.spines[["top", "right"]].set_visible(False)
-        return saved("Comparison.plot", figure, path)
+        if path is not None:
+            with reported(path):
+                figure.savefig(path_of(path), dpi=_DPI)
+        return figure
 
     def save(self, folder: StrPath) -> None:
         """Writes ``results.json``, and ``report.md`` with a picture where there is matplotlib.

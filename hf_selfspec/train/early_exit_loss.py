@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import SettingError, SettingTypeError, UnsupportedModelError, UnsupportedOptionError
 from ..model.anatomy import causal_lm
-from ..validation import check_count, check_flag, check_share
+from ..validation import check_count, check_share
 from .exit_training import ExitTraining
 from .exits import Exits
 from .trainer import ModelCallback
@@ -85,10 +85,6 @@ class EarlyExitLoss(ModelCallback):
             the layers after an eighth, a quarter and half of the model. The last layer always takes part.
         scale: ``e(l)`` as a function of ``(l, L, e_scale)``: :func:`even`, or :func:`loss_scale` of the paper, or any
             other that returns numbers of at least 0, and one above 0 for the last layer.
-        self_distillation: whether earlier exits learn the distribution of the model's own last layer, as it is in each
-            step, instead of the labels: their loss is then ``KL(last ‖ exit)``, in nats per token, without gradients
-            for the last layer's prediction. That distribution is what drafts are verified against. The last layer
-            learns the labels as before. (Zhang et al. 2019, arXiv:1905.08094.)
 
     Raises:
         SettingError, SettingTypeError: a setting is not allowed.
@@ -100,9 +96,7 @@ class EarlyExitLoss(ModelCallback):
         curriculum: Curriculum | None = None,
         layers: Sequence[int] | None = None,
         scale: Scale = even,
-        self_distillation: bool = False,
     ) -> None:
-        check_flag("EarlyExitLoss(self_distillation)", self_distillation)
         check_share("EarlyExitLoss(e_scale)", e_scale, zero=True, one=True)
         if curriculum is not None and (isinstance(curriculum, type) or not hasattr(curriculum, "enabled")):
             raise SettingTypeError(
@@ -118,7 +112,6 @@ class EarlyExitLoss(ModelCallback):
             check_count("EarlyExitLoss(layers): an exit layer", layer)
         self.e_scale, self.scale, self.curriculum = float(e_scale), scale, curriculum
         self.layers = None if layers is None else frozenset(layers)
-        self.self_distillation = self_distillation
 
     def check(self, trainer: Trainer) -> None:
         args = trainer.args
@@ -156,7 +149,7 @@ class EarlyExitLoss(ModelCallback):
                 f"EarlyExitLoss(layers={sorted(self.layers or ())}) trains no exit: e(l) of LayerSkip is 0 for the "
                 "first layer. Name a later one, or set scale=hf_selfspec.train.even."
             )
-        return ExitTraining(exits, self.weights, self.self_distillation)
+        return ExitTraining(exits, self.weights)
 
     def weights(self, step: int, steps: int, num_layers: int) -> dict[int, float]:
         """``ẽ(t, l)`` of the layers ``l`` whose exits are on in step ``t`` of ``T``; they add up to 1."""

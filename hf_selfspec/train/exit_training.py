@@ -24,8 +24,8 @@ _IGNORED = -100
 class ExitTraining(TrainingRun):
     """The exits of one model in training, whose losses join the loss that the model returns."""
 
-    def __init__(self, exits: Exits, weights: Weights, distils: bool) -> None:
-        self.exits, self._weights_of, self._distils = exits, weights, distils
+    def __init__(self, exits: Exits, weights: Weights) -> None:
+        self.exits, self._weights_of = exits, weights
         self.model = model = exits.model
         self._in_step, self._thread = False, threading.get_ident()
         self._hooks = InstanceForwards()
@@ -154,11 +154,9 @@ class ExitTraining(TrainingRun):
                 "prompt-learning method, or images?). Train without EarlyExitLoss."
             )
         targets, places = targets.to(states.device).flatten(), places.to(states.device)
-        teacher = self.exits.final.detach().flatten(0, 1) if self._distils and self.exits.final is not None else None
         total, sums = ExitLosses.apply(
             self.exits.head,
             targets[places],
-            None if teacher is None else teacher.index_select(0, places),
             self._weights,
             max(1, LOGIT_ELEMENTS // self.model.config.get_text_config(decoder=True).vocab_size),
             states.flatten(1, 2).index_select(1, places),
@@ -175,8 +173,8 @@ class ExitTraining(TrainingRun):
 
 
 class ExitLosses(torch.autograd.Function):
-    """``Σ weight · Σ loss`` of exits with states ``[k, n, d]``, and the sums ``[k]``; cross entropies, with a teacher
-    ``KL(p ‖ q)``. Gradients are computed in the forward pass already, so the head runs once for each token.
+    """``Σ weight · Σ loss`` of exits with states ``[k, n, d]``, and the sums ``[k]`` of cross entropies. Gradients are
+    computed in the forward pass already, so the head runs once for each token.
 
     They are computed as if the weight were 1, and weighted and scaled in float32, for they would be too small for
     float16; those of the parameters are added up in float32, four bytes for each parameter, since a sum in 16 bits
@@ -188,7 +186,6 @@ class ExitLosses(torch.autograd.Function):
         ctx: Any,
         head: Callable[[torch.Tensor], torch.Tensor],
         targets: torch.Tensor,
-        teacher: torch.Tensor | None,
         weights: Sequence[float],
         chunk: int,
         states: torch.Tensor,
@@ -199,16 +196,11 @@ class ExitLosses(torch.autograd.Function):
         totals: list[torch.Tensor | None] = [None] * len(parameters)
         for start in range(0, len(targets), chunk):
             piece = slice(start, start + chunk)
-            wanted = None if teacher is None else head(teacher[piece]).float().log_softmax(-1)
             for exit_index, weight in enumerate(weights):
                 with torch.enable_grad():
                     rows = states[exit_index, piece].detach().requires_grad_()
                     logits = head(rows).float()
-                    if wanted is None:
-                        loss = F.cross_entropy(logits, targets[piece].to(logits.device), reduction="sum")
-                    else:
-                        p = wanted.to(logits.device)
-                        loss = F.kl_div(logits.log_softmax(-1), p, reduction="sum", log_target=True)
+                    loss = F.cross_entropy(logits, targets[piece].to(logits.device), reduction="sum")
                     row_gradient, *gradients = torch.autograd.grad(loss, (rows, *parameters), allow_unused=True)
                 state_gradient[exit_index, piece] = row_gradient
                 sums[exit_index] += loss.detach().to(sums.device)
@@ -238,4 +230,4 @@ class ExitLosses(torch.autograd.Function):
             None if total is None else total.mul_(grad_total.to(total.device)).to(dtype)
             for total, dtype in zip(totals, ctx.dtypes, strict=True)
         ]
-        return (None, None, None, None, None, state_gradient, *scaled)
+        return (None, None, None, None, state_gradient, *scaled)

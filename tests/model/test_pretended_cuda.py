@@ -182,8 +182,7 @@ def test_what_a_step_of_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         return found.reads, found.uploads + sent.call_count
 
     reads, uploads = transfers_with(EarlyExitLoss(0.0))  # of the last layer alone, as without callbacks
-    distilled = EarlyExitLoss(1.0, Rotational(1), scale=loss_scale, self_distillation=True)
-    assert transfers_with(distilled) == (reads + 1, uploads)
+    assert transfers_with(EarlyExitLoss(1.0, Rotational(1), scale=loss_scale)) == (reads + 1, uploads)
     assert transfers_with(LayerDropout(0.9)) == (reads, uploads + 1)
 
 

@@ -103,7 +103,7 @@ def test_a_stream(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatc
     machine = f"torch uses {torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} thread(s) of "
     assert machine in found.results["about"]["machine"]
     assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SettingError, match="'doc' is not supported"):
+    with pytest.raises(ValueError, match="'doc' is not supported"):
         found.plot(folder / "speed.doc")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SettingError, match=r"Comparison\.plot draws with matplotlib.*pip install matplotlib"):

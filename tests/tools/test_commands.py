@@ -248,7 +248,7 @@ NEEDED: dict[str, list[str]] = {
 }
 # How many commands take an option, at least.
 TAKEN = {"--speed": 11, "--model": 11, "--dtype": 10, "--device": 5, "--device-map": 5, "--data": 9, "--field": 8}
-TAKEN |= {"--prompts": 4, "--spec": 1, "--methods": 2, "--out": 7, "--chat": 3, "--temperature": 3}
+TAKEN |= {"--prompts": 4, "--spec": 1, "--methods": 2, "--out": 7, "--chat": 3, "--temperature": 2}
 # What is put in the place of what is needed, or added to it; what the line says; and the command, if not all that take
 # the option.
 MISTAKES: list[tuple[str, str, str | None]] = [

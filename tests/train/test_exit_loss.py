@@ -64,9 +64,6 @@ class LlamaWithItsOwnLoss(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-DISTILS = {"self_distillation": True}
-
-
 @pytest.mark.parametrize(
     ("start", "settings", "shares"),
     [
@@ -75,26 +72,24 @@ DISTILS = {"self_distillation": True}
         (tiny, {"layers": [2]}, lambda step: {2: 1 / 7, 4: 6 / 7}),
         (lambda: tiny(tied=True), {}, lambda step: ALL),
         (lambda: tiny(kind=LlamaWithItsOwnLoss), {}, lambda step: ALL),
-        (lambda: tiny(tied=True), DISTILS, lambda step: ALL),
-        (lambda: build("gemma2"), DISTILS, lambda step: ALL),
+        (lambda: build("gemma2"), {}, lambda step: ALL),
     ],
-    ids=["all exits", "rotational", "a layer", "tied", "own loss", "distilled", "distilled gemma2"],
+    ids=["all exits", "rotational", "a layer", "tied", "own loss", "gemma2"],
 )
 def test_training(start: Any, settings: Any, shares: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, logs and weights after three steps are those of gradient descent on the formula.
 
-    With self-distillation exits learn what the last layer predicts, which learns the labels. The head sees the exits'
-    states for five tokens at a time, each target once for each exit, and no ignored label.
+    The head sees the exits' states for five tokens at a time, each target once for each exit, and no ignored label.
     """
-    sizes, model, distils = list[int](), start(), "self_distillation" in settings
+    sizes, model = list[int](), start()
     monkeypatch.setattr(exit_training, "LOGIT_ELEMENTS", 5 * model.config.vocab_size + VOCABULARY // 2)
-    expected = ByHand(start(), shares, distils=distils)
+    expected = ByHand(start(), shares)
     callback = EarlyExitLoss(1.0, **{"curriculum": Rotational(1), "scale": loss_scale} | settings)
     model.lm_head.register_forward_pre_hook(lambda _, args: sizes.extend([args[0].shape[1]] * (len(args[0]) == 1)))
     run = train(tmp_path, [callback], model)
     assert max(sizes) == 5
     in_steps = zip(expected.targets, expected.exits, strict=True)
-    assert sum(sizes) == sum(count * (len(losses) - 1 + distils) for count, losses in in_steps)
+    assert sum(sizes) == sum(count * (len(losses) - 1) for count, losses in in_steps)
     assert history(run) == pytest.approx(expected.losses, rel=1e-5)
     for layer in (2, 3, 4):
         losses = [means[layer] for means in expected.exits if layer in means]
@@ -193,7 +188,7 @@ def test_gradients_in_16_bits(
     def head(states: torch.Tensor) -> torch.Tensor:
         return states.to(head_dtype) @ tensors[1].to(head_dtype).T
 
-    total, _ = exit_training.ExitLosses.apply(head, wanted, None, [share], chunk, *tensors)
+    total, _ = exit_training.ExitLosses.apply(head, wanted, [share], chunk, *tensors)
     (scale * total).backward()
     for value, right in zip(tensors, exact, strict=True):
         assert (value.grad.double() - right.grad).norm() < 0.005 * right.grad.norm()

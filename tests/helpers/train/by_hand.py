@@ -40,7 +40,7 @@ def history(ran: Any, key: str = "loss") -> list[float]:
     return [entry[key] for entry in ran.state.log_history if key in entry]
 
 
-def exit_loss(model: Any, batch: Row, exit_layer: int, distils: bool = False) -> torch.Tensor:
+def exit_loss(model: Any, batch: Row, exit_layer: int) -> torch.Tensor:
     """Summed loss behind the first ``exit_layer`` layers, from the hidden states that the model gives out."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     output = inner.model(
@@ -48,18 +48,10 @@ def exit_loss(model: Any, batch: Row, exit_layer: int, distils: bool = False) ->
     )
     logits = inner.lm_head(output.last_hidden_state)
     if exit_layer < inner.config.num_hidden_layers:
-        whole, logits = logits, inner.lm_head(inner.model.norm(output.hidden_states[exit_layer]))
-        if distils:
-            p, places = _logits_of(inner, whole).softmax(-1).detach(), batch["labels"][:, 1:] != -100
-            logs = _logits_of(inner, logits).log_softmax(-1)
-            return (p * (p.log() - logs)).sum(-1)[:, :-1][places].sum()
-    logits = _logits_of(inner, logits)
+        logits = inner.lm_head(inner.model.norm(output.hidden_states[exit_layer]))
+    if inner.config.model_type == "gemma2":
+        logits = 2.0 * torch.tanh(logits / 2.0)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-
-
-def _logits_of(inner: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What Gemma 2 does to what leaves its head."""
-    return 2.0 * torch.tanh(logits / 2.0) if inner.config.model_type == "gemma2" else logits
 
 
 def stacked(samples: Sequence[Row]) -> Row:
@@ -82,7 +74,6 @@ class ByHand:
     Args:
         shares: weight of the exit after each number of layers, for each step.
         copies: processes among which the rows are divided, which drop the same of their rows.
-        distils: exits learn the distribution of the last layer.
 
     Attributes:
         losses: ``J`` of each step.
@@ -96,7 +87,6 @@ class ByHand:
         steps: int = 3,
         p_max: float = 0.0,
         copies: int = 1,
-        distils: bool = False,
     ) -> None:
         self.losses: list[float] = []
         self.exits: list[dict[int, float]] = []
@@ -110,7 +100,7 @@ class ByHand:
             count = targets(samples)
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             with rows_put_back(inner.model.layers, kept):
-                losses = {layer: exit_loss(model, samples, layer, distils) / count for layer in shares(step)}
+                losses = {layer: exit_loss(model, samples, layer) / count for layer in shares(step)}
             loss = torch.stack([share * losses[layer] for layer, share in shares(step).items()]).sum()
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             with torch.no_grad():
