@@ -10,8 +10,8 @@ from transformers.initialization import no_init_weights
 
 from helpers import multimodal
 from helpers.architectures import ARCHITECTURES, config_of
-from hf_selfspec import inspect_model
 from hf_selfspec.model.anatomy import Anatomy
+from hf_selfspec.model.graphs.graph_runner import why_no_graphs
 from hf_selfspec.modules.shipped import ships_layers
 
 PATH = Path(__file__).parents[2] / "examples" / "MODELS.md"
@@ -42,16 +42,15 @@ images (Llama 4 not with transformers 5.24.0, where its own forward fails) and {
 
 def _row(name: str, takes: str, model: PreTrainedModel) -> list[str]:
     anatomy = Anatomy.of(model)
-    inspection = inspect_model(model)
     has_sdpa = model.config._attn_implementation == "sdpa"
     abilities = (
-        not inspection.no_graphs,
-        inspection.tree and not inspection.is_recurrent and has_sdpa,
-        inspection.is_recurrent,
+        not why_no_graphs(model, anatomy),
+        anatomy.tree and not anatomy.is_recurrent and has_sdpa,
+        anatomy.is_recurrent,
         ships_layers(model),
-        takes == "text" and not (inspection.is_recurrent or anatomy.kv_sources),
+        takes == "text" and not (anatomy.is_recurrent or anatomy.kv_sources),
     )
-    shapes = ("trees" if inspection.tree else "lines", "own pace" if inspection.ragged else "one")
+    shapes = ("trees" if anatomy.tree else "lines", "own pace" if anatomy.ragged else "one")
     return [f"`{name}`", takes, *shapes, *("yes" if has else "" for has in abilities)]
 
 
