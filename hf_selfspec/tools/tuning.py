@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..drafts.growing import TopKTree
@@ -27,19 +27,18 @@ from ..validation import check_count
 # How many sets are timed again at the end, and how often, so that none wins by luck.
 _LAST_ROUND, _REPEATS = 3, 3
 _RATIOS = (0.2, 0.6)
-# After this many proposals in a row that were timed already, the search assumes that there are no others.
-_ALL_TIMED = 100
+# How many of the first sets are random, before Bayesian optimisation proposes the others.
+_RANDOM = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class OfflineSearch:
     """Self-SD's search: Bayesian optimisation of the measured time per token, over sets of any size.
 
-    The first sets are random.
+    The first ten sets are random.
 
     Args:
-        max_steps: sets to time (1,000 in the paper, on 8 texts).
-        random_steps: how many of these are random, before Bayesian optimisation proposes the others.
+        max_steps: sets to propose, each of which is timed once (1,000 in the paper, on 8 texts).
         seed: seed of the random sets.
 
     Raises:
@@ -47,12 +46,10 @@ class OfflineSearch:
     """
 
     max_steps: int = 100
-    random_steps: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_count("OfflineSearch(max_steps)", self.max_steps)
-        check_count("OfflineSearch(random_steps)", self.random_steps)
         check_count("OfflineSearch(seed)", self.seed, least=0)
 
 
@@ -101,77 +98,49 @@ def tune(
         raise SettingTypeError(f"tune(search) must be OfflineSearch(...) or None, got {search!r}.")
     prompts = checked_texts("tune", texts)
     rows = [encoded(tokenizer, prompt, inner.device, max_prompt_tokens)["input_ids"] for prompt in prompts]
-    rule = stop or AdaptiveThreshold(ConfidenceThreshold())
-    return _Tuning(inner, rows, search or OfflineSearch(), rule, tree, max_new_tokens).run()
+    search, rule = search or OfflineSearch(), stop or AdaptiveThreshold(ConfidenceThreshold())
+    space, speeds, rng = SkipSpace.of(Anatomy.of(inner)), dict[LayerPlan, float](), np.random.default_rng(search.seed)
 
+    def spec_of(plan: LayerPlan) -> SelfSpec:
+        return SelfSpec(SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp)), rule, tree)
 
-@dataclasses.dataclass
-class _Tuning:
-    model: PreTrainedModel
-    rows: list[torch.Tensor]
-    search: OfflineSearch
-    stop: StopRule
-    tree: TopKTree | None
-    max_new_tokens: int
+    def seconds(spec: SelfSpec | None, of: Sequence[torch.Tensor] = rows) -> float:
+        """Time per token over texts; with plain ``generate`` for ``None``."""
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+        wait_for(of[0].device)
+        begun = perf_counter()
+        for ids in of:
+            inner.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, assistant=spec or False, **options
+            )
+        wait_for(of[0].device)
+        return (perf_counter() - begun) / (len(of) * max_new_tokens)
 
-    def __post_init__(self) -> None:
-        self.space = SkipSpace.of(Anatomy.of(self.model))
-        self.speeds: dict[LayerPlan, float] = {}
+    seconds(None)
+    plain = [seconds(None, [row]) for row in rows]
+    with logging.tqdm(total=search.max_steps, desc="tuning", unit="set") as bar:
+        for step in range(search.max_steps):
+            if step < _RANDOM:
+                plan = space.random(rng, float(rng.uniform(*_RATIOS)))
+            else:
+                from ..search.bayes import suggest  # needs scikit-learn and SciPy, which the rest does not
 
-    def run(self) -> SelfSpec:
-        search, speeds = self.search, self.speeds
-        self.seconds(None)
-        plain = [self.seconds(None, [row]) for row in self.rows]
-        rng, repeated = np.random.default_rng(search.seed), 0
-        with logging.tqdm(total=search.max_steps, desc="tuning", unit="set") as bar:
-            while len(speeds) < search.max_steps and repeated < _ALL_TIMED:
-                plan = self._propose(rng)
-                if plan in speeds:
-                    repeated += 1
-                    continue
-                repeated = 0
+                plan = suggest(space, speeds, rng, resize=True)
+            if plan not in speeds:
                 # Plain generate on one of the texts, in turn, shows how fast the machine is at the moment.
                 turn = len(speeds) % len(plain)
-                now = self.seconds(None, [self.rows[turn]]) / plain[turn]
-                speeds[plan] = now * float(np.mean(plain)) / self.seconds(self._spec(plan))
-                bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
-                bar.update()
-        return self._finish()
-
-    def _spec(self, plan: LayerPlan) -> SelfSpec:
-        draft = SkipLayers(tuple(plan.skipped_attention), tuple(plan.skipped_mlp))
-        return SelfSpec(draft, self.stop, self.tree)
-
-    def seconds(self, spec: SelfSpec | None, rows: Sequence[torch.Tensor] | None = None) -> float:
-        """Time per token over all texts, or some; with plain ``generate`` for ``None``."""
-        texts, count = rows or self.rows, self.max_new_tokens
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "assistant": spec or False}
-
-        wait_for(texts[0].device)
-        begun = perf_counter()
-        for ids in texts:
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        wait_for(texts[0].device)
-        return (perf_counter() - begun) / (len(texts) * count)
-
-    def _propose(self, rng: np.random.Generator) -> LayerPlan:
-        if len(self.speeds) < self.search.random_steps:
-            return self.space.random(rng, float(rng.uniform(*_RATIOS)))
-        from ..search.bayes import suggest  # needs scikit-learn and SciPy, which the rest of the package does not
-
-        return suggest(self.space, self.speeds, rng, resize=True)
-
-    def _finish(self) -> SelfSpec:
-        """Times the best sets in turn with each other and with plain ``generate``."""
-        best = sorted(self.speeds, key=lambda plan: -self.speeds[plan])[:_LAST_ROUND]
-        specs = [self._spec(plan) for plan in best]
-        rounds = [[self.seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
-        plain, *ours = np.median(rounds, axis=0).tolist()
-        spec, speedup = specs[int(np.argmin(ours))], plain / min(ours)
-        if speedup <= 1:
-            warnings.warn(
-                f"tune: no set of blocks to skip made {type(self.model).__name__} faster on these texts (the best "
-                f"one {speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
-                stacklevel=4,
-            )
-        return spec
+                now = seconds(None, [rows[turn]]) / plain[turn]
+                speeds[plan] = now * float(np.mean(plain)) / seconds(spec_of(plan))
+            bar.set_postfix_str(f"best {max(speeds.values()):.2f}x")
+            bar.update()
+    # The best sets in turn with each other and with plain ``generate``.
+    specs = [spec_of(plan) for plan in sorted(speeds, key=lambda plan: -speeds[plan])[:_LAST_ROUND]]
+    rounds = [[seconds(spec) for spec in (None, *specs)] for _ in range(_REPEATS)]
+    usual, *ours = np.median(rounds, axis=0).tolist()
+    if (speedup := usual / min(ours)) <= 1:
+        warnings.warn(
+            f"tune: no set of blocks to skip made {type(inner).__name__} faster on these texts (the best one "
+            f"{speedup:.2f}x). Generate without it, or use SelfSpec(), which drafts only where that pays.",
+            stacklevel=2,
+        )
+    return specs[int(np.argmin(ours))]
