@@ -83,15 +83,11 @@ def grow(
     growth = _Growth(row, deepest, branching, guide)
     heap = growth.heap
     pace = max(pace, 1.0 / costs[0])  # a plain round brings one token
-    prices, corners = [pace * seconds for seconds in costs], _corners(costs)
+    prices, least = [pace * seconds for seconds in costs], _least_added(costs)
     most = len(prices) - 1
     size = kept = 0
     gain, best = 0.0, -prices[0]
-    while heap and size < most:
-        reach = -heap[0][0]
-        # No later node is likelier than this one.
-        if gain + max([(corner - size) * reach - prices[corner] for corner in corners[size]]) <= best:
-            break
+    while heap and size < most and (reach := -heap[0][0]) > pace * least[size]:  # no later node is likelier
         size += 1
         gain += reach
         growth.take_likeliest()
@@ -102,19 +98,12 @@ def grow(
 
 
 @lru_cache
-def _corners(costs: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each number of tokens, the larger ones on the lower convex hull of costs, which alone can be best."""
-
-    def slope(few: int, many: int) -> float:
-        return (costs[many] - costs[few]) / (many - few)
-
-    hulls: list[tuple[int, ...]] = [()]
-    for count in range(len(costs) - 1, 0, -1):
-        hull = hulls[-1]
-        while len(hull) > 1 and slope(count, hull[0]) >= slope(hull[0], hull[1]):
-            hull = hull[1:]
-        hulls.append((count, *hull))
-    return tuple(reversed(hulls))
+def _least_added(costs: tuple[float, ...]) -> tuple[float, ...]:
+    """For each number of tokens, the least time of a further one in any larger draft."""
+    sizes = range(len(costs))
+    return tuple(
+        min([(costs[many] - costs[few]) / (many - few) for many in sizes[few + 1 :]], default=0.0) for few in sizes
+    )
 
 
 class _Growth:
