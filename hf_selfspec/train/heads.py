@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..modules.heads import ExitHeads, Predictions, calibrate, confidence, default_layers
-from ..validation import MOST_LAYERS, check_count, check_exit, check_flag, check_share
+from ..validation import check_exit, check_flag
 from .exits import FrozenModel, HiddenStates, Metric, agreement
 from .fit import TrainedFit, as_function
 from .texts import AT_ONCE, HELD_OUT, Tokenizer, continued, one_text_each
@@ -21,7 +21,7 @@ from .texts import AT_ONCE, HELD_OUT, Tokenizer, continued, one_text_each
 _EPSILONS = (*(step / 100 for step in range(50, 95)), *(step / 1000 for step in range(950, 1000)))
 # The model continues the first one of so many parts of a row.
 _PARTS = 4
-_USUAL_HEADS = 4
+_HEADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,11 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
 
     Args:
         model, tokenizer, dataset, block_size, args, callbacks, output_dir: see :func:`fit_adapter`.
-        layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``.
-        num_heads: ``K``, where no layers are given (4 in the paper).
+        layers: exit layers; by default ``⌊k L / (K + 1)⌋`` for ``k = 1 .. K``, with the paper's ``K = 4``.
         rank: rank of the heads' linear layers: ``rank (d + v)`` parameters a head; ``None`` for full ones, ``d v``.
         copied: whether heads start with the weights of the model's own norm and head (without its bias, scale or
             soft-cap); they start at random by default, which the paper found to be better after long fits
             (copies stay over-confident).
-        epsilons: accuracies for which thresholds are kept, in increasing order.
 
     Returns:
         The heads, for ``SelfSpec.dssd(heads, epsilon)``; a warning is issued if they reach none of the accuracies.
@@ -50,10 +48,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
     """
 
     layers: Sequence[int] | None = None
-    num_heads: int = _USUAL_HEADS
     rank: int | None = None
     copied: bool = False
-    epsilons: Sequence[float] = _EPSILONS
 
     def check(self) -> None:
         super().check()
@@ -63,13 +59,8 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
             raise SettingError(
                 f"{name}(block_size={self.block_size}) leaves the model nothing to write: give at least 2."
             )
-        for epsilon in self.epsilons:
-            check_share(f"{name}(epsilons)", epsilon, zero=False, one=True)
-        if not self.epsilons or list(self.epsilons) != sorted(set(self.epsilons)):
-            raise SettingError(f"{name}(epsilons) must be in increasing order, got {list(self.epsilons)!r}.")
-        check_count(f"{name}(num_heads)", self.num_heads, most=MOST_LAYERS)
-        if (self.layers is not None and self.num_heads != _USUAL_HEADS) or (self.copied and self.rank is not None):
-            raise SettingError(f"{name} takes layers or num_heads, not both, and copied=True or a rank, not both.")
+        if self.copied and self.rank is not None:
+            raise SettingError(f"{name} takes copied=True or a rank, not both.")
 
     def made(self, config: Any) -> ExitHeads:
         return ExitHeads(self.exit_layers(config), config.hidden_size, config.vocab_size, self.rank)
@@ -85,7 +76,7 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
 
     def exit_layers(self, config: Any) -> list[int]:
         count = config.num_hidden_layers
-        chosen = default_layers(count, self.num_heads) or [1] if self.layers is None else list(self.layers)
+        chosen = default_layers(count, _HEADS) or [1] if self.layers is None else list(self.layers)
         for layer in chosen:
             check_exit(self.function, "layers", layer, count)
         return chosen
@@ -113,24 +104,20 @@ class HeadsFit(TrainedFit[ExitHeads], command="heads", function="fit_exit_heads"
         return {"exit layers": list(module.layers), "rank": self.rank, "copied": self.copied}
 
     def finish(self, module: ExitHeads, frozen: FrozenModel, held_out: torch.Tensor) -> None:
-        _calibrate(self.function, module, frozen, held_out, self.epsilons)
+        calibration = calibrate(_predictions(frozen, module, held_out), _EPSILONS)
+        module.about = module.about | {"calibration": calibration}
+        module.about = module.about | {"figures": (module.about.get("figures") or {}) | module.figures()}
+        if (rate := module.reached()) < _EPSILONS[0]:
+            best = f"at best {rate} of their drafts is accepted" if rate else "no head is sure enough to draft a token"
+            warnings.warn(
+                f"{self.function}: these exit heads reach none of the accuracies from {_EPSILONS[0]} on ({best}), so "
+                "SelfSpec.dssd cannot draft with them at such an epsilon. Fit them on more text, on text that is "
+                "closer to what they are used for, for more epochs, or with copied=True.",
+                stacklevel=3,
+            )
 
 
 fit_exit_heads = as_function(HeadsFit)
-
-
-def _calibrate(name: str, heads: ExitHeads, frozen: FrozenModel, rows: torch.Tensor, epsilons: Sequence[float]) -> None:
-    calibration = calibrate(_predictions(frozen, heads, rows), epsilons)
-    heads.about = heads.about | {"calibration": calibration}
-    heads.about = heads.about | {"figures": (heads.about.get("figures") or {}) | heads.figures()}
-    if (rate := heads.reached()) < epsilons[0]:
-        best = f"at best {rate} of what they draft is accepted" if rate else "no head is sure enough to draft a token"
-        warnings.warn(
-            f"{name}: these exit heads reach none of the accuracies from {epsilons[0]} on ({best}), so SelfSpec.dssd "
-            "cannot draft with them at such an epsilon. Fit them on more text, on text that is closer to what they are "
-            "used for, for more epochs, or with copied=True.",
-            stacklevel=3,
-        )
 
 
 def _divergence(drafted: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

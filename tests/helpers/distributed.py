@@ -223,7 +223,7 @@ def fit_all(args: TrainingArguments, folder: Path | None = None) -> dict[str, Dr
     model, tokenizer = tiny_llama(factor=2.0), character_tokenizer()
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "adapter": (fit_adapter, {"exit_layer": EXIT}),
-        "heads": (fit_exit_heads, {"num_heads": 2}),
+        "heads": (fit_exit_heads, {"layers": [2, 4]}),
         "probe": (fit_probe, {"exit_layer": EXIT}),
         "mtp": (fit_mtp, {"steps": 2}),
     }
