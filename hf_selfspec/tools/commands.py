@@ -55,10 +55,6 @@ def _max_new_tokens(default: int) -> Option:
     return _number("max-new-tokens", "tokens to generate for each prompt", default)
 
 
-def _max_prompt_tokens(default: int) -> Option:
-    return _number("max-prompt-tokens", "most tokens of a prompt; the rest is cut off", default)
-
-
 _TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 _MODEL = _option("model", "folder of the model, or its name on the Hub", required=True)
 _REVISION = _option("revision", "branch, tag or commit of the model on the Hub")
@@ -112,7 +108,7 @@ def _named(args: Namespace) -> Any:
     *_CHAT,
     _option("methods", "as generate's --spec, several separated by commas; otherwise selfspec", action="append"),
     _max_new_tokens(64),
-    _max_prompt_tokens(512),
+    _number("max-prompt-tokens", "most tokens of a prompt; the rest is cut off", 512),
 )
 def audit(args: Namespace) -> int:
     """Compare texts with those of plain generate; exit with 1 if a difference is not a near tie."""
@@ -259,31 +255,3 @@ def inspect(args: Namespace) -> None:
         print(describe_head(args.head))
     if args.model is not None:
         print(inspect_model(NamedModel(args.model, revision=args.revision).config))
-
-
-@_command(
-    *_LOADING,
-    _DATA,
-    _OUT,
-    _FIELD,
-    _PROMPTS,
-    _max_prompt_tokens(256),
-    _max_new_tokens(64),
-    _number("steps", "sets of blocks to time", 100),
-    _SEED,
-)
-def tune(args: Namespace) -> None:
-    """Find the blocks to skip for a kind of text by timing drafts on it (Self-SD)."""
-    from .. import OfflineSearch, tune
-    from ..learned.files import check_folder
-    from ..train.loading import texts
-
-    named = _named(args)
-    check_folder("--out", args.out)
-    rows, tokenizer = texts(args.data, args.field)[: args.prompts], named.tokenizer()
-    model, search = named.model(), OfflineSearch(max_steps=args.steps, seed=args.seed)
-    limits: dict[str, Any] = {name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens")}
-    spec = tune(model, tokenizer, rows, search=search, **limits)
-    spec.save_pretrained(args.out, model)
-    print(f"{spec.draft}\n{spec.stop}\n\nTo use it:\n")
-    print(f"model.generate(**inputs, assistant=SelfSpec.from_pretrained({args.out!r}))")
