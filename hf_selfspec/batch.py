@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from .errors import SettingError
-from .model.layout import TreeLayout
+from .model.layout import TreeLayout, depths_of
 from .model.transfer import RowNumbers, upload
 
 
@@ -194,11 +194,6 @@ class Draft:
         """``t``, the number of drafted nodes of a row."""
         return self.tokens.shape[1]
 
-    @property
-    def is_tree(self) -> bool:
-        """Whether nodes may have several children."""
-        return self.parents is not None
-
     def on(self, device: torch.device, nodes: TreeLayout | None) -> torch.Tensor:
         """The tokens ``[b, t]``; those that the host knows are uploaded together with their layout."""
         if self.listed is None or not self.size:
@@ -229,9 +224,8 @@ class Draft:
         """The nodes of a row's longest path, of several the one that ends at the first node; others are siblings."""
         if self.parents is None:
             return range(1, self.lengths[row] + 1)
-        depths, parents = [0], self.parents[row]
-        for parent in parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        parents = self.parents[row]
+        depths = depths_of(parents)
         node, nodes = depths.index(max(depths)), set[int]()
         while node:
             nodes.add(node)

@@ -202,7 +202,7 @@ def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.
     p = scores.softmax(-1)
     if draft.q is None:
         return (draw(p),)
-    if draft.is_tree or draft.q.shape[1] < draft.size:
+    if draft.parents is not None or draft.q.shape[1] < draft.size:
         return None
     q = draft.q[:, : draft.size].to(p.device)
     accepted, instead = accept_line(p[:, :-1], q, draft.tokens.to(p.device))

@@ -16,6 +16,14 @@ from .transfer import RowNumbers, upload
 Tokens = torch.Tensor | list[list[int]]
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depths of node 0 and of those whose parents these are, 0 for one that does not count (-1)."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
+
+
 @dataclass(frozen=True)
 class TreeLayout:
     """Tokens that are no plain line: for each row, or all, ``parents`` (earlier indices, -1: the text), ``depths``
@@ -31,13 +39,7 @@ class TreeLayout:
     def of_tree(cls, parents: Sequence[Sequence[int]], ids: Sequence[Sequence[int]] | None = None) -> TreeLayout:
         """The layout of each row's last token, node 0, and its draft: ``parents`` of nodes 1 and up, -1 for one that
         does not count and sees only itself and the text, and the ``ids`` of all, if the host knows them."""
-        depths = []
-        for row in parents:
-            depth = [0]
-            for parent in row:
-                depth.append(depth[parent] + 1 if parent >= 0 else 0)
-            depths.append(depth)
-        return cls([[-1, *row] for row in parents], depths, ids=ids)
+        return cls([[-1, *row] for row in parents], [depths_of(row) for row in parents], ids=ids)
 
     @classmethod
     def of_packed(cls, packed: torch.Tensor) -> TreeLayout:

@@ -22,7 +22,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
         dataset: texts, or rows with a ``text`` or with ``input_ids``; 5 % at the end are held out.
         exit_layer: the exit layer ``E``; 2 by default, 3 from 40 layers on, as in the paper.
         blocks: blocks of the adapter, see :class:`Adapter`.
-        num_heads: number of its attention heads; the model's by default.
         block_size: tokens of a row.
         args: arguments of the Trainer (learning rate, epochs, precision, devices, logging, checkpoints); one epoch at
             1e-3 without checkpoints by default. ``resume_from_checkpoint`` continues a fit of the same settings from
@@ -41,7 +40,6 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
 
     exit_layer: int | None = None
     blocks: Sequence[str] = ("attention",)
-    num_heads: int | None = None
 
     def exit_layers(self, config: Any) -> Sequence[int]:
         usual = 3 if config.num_hidden_layers >= 40 else 2
@@ -66,9 +64,8 @@ class AdapterFit(TrainedFit[Adapter], command="adapter", function="fit_adapter")
 
     def made(self, config: Any) -> Adapter:
         width, most = config.hidden_size, config.num_attention_heads
-        usual = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
-        layer, heads = self.exit_layers(config)[0], self.num_heads or usual
-        return Adapter(layer, width, heads, tuple(self.blocks), **_settings_of(config))
+        heads = next((count for count in range(most, 0, -1) if width % (2 * count) == 0), 1)
+        return Adapter(self.exit_layers(config)[0], width, heads, tuple(self.blocks), **_settings_of(config))
 
 
 fit_adapter = as_function(AdapterFit)

@@ -82,7 +82,7 @@ def test_models_without_tree_masks_draft_lines(name: str, kind: str) -> None:
         ours, plain = both(model, spec, inputs, eos_token_id=new_tokens(model, inputs, max_new_tokens=10)[-1][9])
         assert torch.equal(ours, plain), shape
     assert drafts
-    assert not any(draft.is_tree for draft in drafts)
+    assert not any(draft.parents for draft in drafts)
 
 
 def test_trees_are_no_larger_than_allowed(llama: LlamaForCausalLM) -> None:

@@ -36,9 +36,6 @@ class Successors:
         self._probabilities = np.zeros((most, WIDTH), np.float32)
         self._oldest = 0
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def see(self, pairs: Sequence[tuple[int, int]], tokens: np.ndarray, shares: np.ndarray, text: int = 0) -> None:
         """Records the likeliest tokens ``[n, w]`` after ``n`` pairs, and their probabilities, in the text of that
         number; of a pair that occurs twice, the last ones."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
 
+from ...model.layout import depths_of
 from ..grammar.rows import DraftCursor
 from .row import LookupRow, Offer, Run
 from .suffix import LONGEST_MATCH, SEPARATOR
@@ -38,10 +39,7 @@ class TokenTree:
     @property
     def depth(self) -> int:
         """Tokens on the longest path."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+        return max(depths_of(self.parents))
 
     def first(self, size: int) -> TokenTree:
         """The tree with only the ``size`` nodes that were taken first."""
