@@ -10,8 +10,6 @@ StrPath = str | os.PathLike[str]
 LARGEST = 2**63 - 1
 # Maximum number of tokens in a draft. The papers' drafts have at most 32.
 MOST_DRAFT = 1024
-# Maximum number of layers: ten times that of the largest models.
-MOST_LAYERS = 4096
 # Maximum number of tokens on which a search tries a set; each call reserves memory for them. 64 times the papers' most.
 MOST_WINDOW = 4096
 # Maximum number of candidates at one depth of a tree; the whole model runs over each. SWIFT's tree has at most 10.

@@ -63,18 +63,21 @@ class CandidateDraft(Drafter):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         rows: list[torch.Tensor] = []
-        logits: list[torch.Tensor | None] = []
+        qs: list[torch.Tensor | None] = []
         for row, most in enumerate(max_new):
             start = max(0, -text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
-            drafted, scores = self._candidates(row, ids) if most else (ids[0, :0], None)
+            drafted, scores = self._candidates(row, ids) if most else (ids[0, :0], ids.new_zeros(1, 0, self.vocabulary))
             count = min(most, self.longest, len(drafted))
             self._requests[row] = (start, text.lengths[row], count) if most else None
             rows.append(drafted[:count])
-            logits.append(None if scores is None else scores[0, :count].to(ids.device))
+            qs.append(None if scores is None else scores[0, :count].to(ids.device, torch.float32).softmax(-1))
         self.steps += 1
         tokens = pad_sequence(rows, batch_first=True)
-        return Draft(tokens, [len(drafted) for drafted in rows], q=self._q(logits, tokens))
+        # What was sampled from; where a row does not tell, all of them count as named.
+        known = [q for q in qs if q is not None]
+        q = pad_sequence(known, batch_first=True) if self.scorer.do_sample and len(known) == len(rows) else None
+        return Draft(tokens, [len(drafted) for drafted in rows], q=q)
 
     def _candidates(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a row's generator drafts after ``ids`` ``[1, s]``: tokens ``[t]``, and their logits ``[1, t, v]``."""
@@ -95,17 +98,6 @@ class CandidateDraft(Drafter):
                 f"{'None' if scores is None else list(scores.shape)}."
             )
         return drafted, scores
-
-    def _q(self, logits: list[torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor | None:
-        """What was sampled from; tokens of rows without logits are certain."""
-        if not self.scorer.do_sample or all(scores is None for scores in logits):
-            return None
-        q = torch.zeros(*tokens.shape, self.vocabulary, device=tokens.device, dtype=torch.float32)
-        q.scatter_(2, tokens[..., None], 1.0)
-        for row, scores in enumerate(logits):
-            if scores is not None:
-                q[row, : len(scores)] = scores.float().softmax(-1)
-        return q
 
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         """Reports to each generator what was accepted, as assisted generation does, but with the model's logits where a

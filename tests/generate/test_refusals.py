@@ -302,7 +302,6 @@ NAMES = {name: getattr(hf_selfspec, name) for name in hf_selfspec.__all__} | glo
 # What no setting can be, with what the message has to name: the setting, what is allowed and what was given.
 VALUES: dict[str, Words] = {
     "EarlyExit(0)": ("EarlyExit(layer)", "at least 1", "got 0"),
-    "EarlyExit(10**12)": ("EarlyExit(layer)", "at most 4096", "got 1000000000000"),
     "SkipLayers(attention=[0])": ("SkipLayers(attention=[0])", "layer 0 is never skipped"),
     "SkipLayers(ratio=0.4)": ("search=OnTheFlySearch",),
     "SelfSpec.swift(ratio=1.0)": ("SkipLayers(ratio) must lie between 0 and 1",),

@@ -15,7 +15,7 @@ from ...model.head import HeadRows
 from ...model.plan import LayerPlan
 from ...modules.draft_module import DraftModule
 from ...modules.reduced_head import ReducedHead
-from ...validation import MOST_LAYERS, StrPath, check_count, check_exit
+from ...validation import StrPath, check_count, check_exit
 from ..controller import LEAST_SPEEDUP, Arms, ArmStats
 from ..source import Drafter, DraftSource, FittedSource, Session
 from ..stop import FixedLength
@@ -108,7 +108,7 @@ class EarlyExit(FittedSource[ReducedHead]):
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_count("EarlyExit(layer)", self.layer, most=MOST_LAYERS)
+            check_count("EarlyExit(layer)", self.layer)
         if self.head is not None:
             self._load("head", ReducedHead)
 

@@ -16,7 +16,7 @@ from ...model.plan import LayerPlan, check_plan
 from ...model.transfer import read, upload
 from ...search.skip_search import OnTheFlySearch, SkipSearch, SkipSpace, usual_ratio
 from ...stats import GenerationStats
-from ...validation import MOST_LAYERS, check_count, check_share
+from ...validation import check_share
 from ..source import Drafter, DraftSource, Session
 from ..stop import ConfidenceThreshold
 from .partial import PlanDrafter
@@ -74,7 +74,6 @@ class SkipLayers(DraftSource):
                 raise SettingError(
                     f"SkipLayers({name}={list(indices)}): layer numbers start at 0, and layer 0 is never skipped."
                 )
-            check_count(f"SkipLayers({name}): a layer", max(indices, default=1), most=MOST_LAYERS)
             object.__setattr__(self, name, tuple(sorted(set(indices))))
 
     def plan(self, anatomy: Anatomy) -> LayerPlan:
