@@ -31,7 +31,7 @@ class Scripted(DraftSource, Drafter):
     def start(self, session: Session) -> Drafter:
         session.target.cache.reserve(_NODES + 1)
         self._target, self._vocabulary = session.target, session.vocabulary
-        self._is_tree = session.takes_trees and not self._lines_in_step
+        self._is_tree = session.anatomy.tree and not self._lines_in_step
         self._nodes = max(2 * _DRAFTED, session.cap_by_logit_memory(_NODES))
         return self
 

@@ -20,7 +20,7 @@ from ..stats import GenerationStats
 from .grammar.rows import GrammarMask
 from .growing import TopKTree
 from .scoring import Scorer
-from .stop import Memory, StopRule, longest_draft
+from .stop import Memory, StopRule
 
 _M = TypeVar("_M", bound=DraftModule)
 
@@ -127,15 +127,10 @@ class Session:
         """Whether the model runs in several processes, whose timings differ."""
         return is_tensor_parallel(self.target.model)
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether drafts can be trees."""
-        return self.anatomy.tree
-
     @cached_property
     def longest(self) -> int:
-        """Maximum number of tokens in a draft, or on the line of a tree."""
-        return self.cap_by_logit_memory(longest_draft(self.stop, self.max_draft))
+        """Maximum number of tokens in a draft, or on the line of a tree; a rule's ``max_draft`` may lower it."""
+        return self.cap_by_logit_memory(min(getattr(self.stop, "max_draft", self.max_draft), self.max_draft))
 
     def cap_by_logit_memory(self, tokens: int) -> int:
         """``tokens``, or fewer where with so many drafted tokens of a row a verification's float32 logits would not be

@@ -79,11 +79,6 @@ def start(rule: StopRule, rows: int, max_draft: int, memory: Memory) -> RunningR
     return rule.start(rows, max_draft, memory) if isinstance(rule, RememberingRule) else RunningRule(rule)
 
 
-def longest_draft(rule: object, max_draft: int) -> int:
-    """The maximum number of tokens in a draft, which a rule may lower with an attribute ``max_draft``."""
-    return min(max_draft, getattr(rule, "max_draft", max_draft))
-
-
 class BoundedRule:
     """A rule that compares one number per token with a bound, so that it is read in one transfer with the tokens."""
 

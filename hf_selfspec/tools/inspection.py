@@ -90,7 +90,6 @@ def _abilities(model: PreTrainedModel) -> dict[str, str]:
         "blocks to skip": skippable,
         "drafts": "trees or lines" if anatomy.tree else "lines: it cannot take a tree mask",
         "batches": "each row advances at its own pace" if anatomy.ragged else "batches are left to plain generate",
-        "sampling": "exact, with trees as well" if anatomy.tree else "exact",
         "captured on a GPU": f"no: {no_graphs}" if no_graphs else "forwards over a few tokens",
         "recurrent states": "rolled back when a draft is rejected" if anatomy.is_recurrent else "none",
         "exit_report, training": "possible" if anatomy.exits else "not possible: exits cannot share the head",

@@ -160,7 +160,7 @@ class Replay:
             grammars=(),
             stop=None,
             scorer=SimpleNamespace(do_sample=False),
-            takes_trees=True,
+            anatomy=SimpleNamespace(tree=True),
             is_tensor_parallel=False,
             max_draft=25,
             cap_by_logit_memory=lambda tokens: tokens,

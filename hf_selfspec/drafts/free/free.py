@@ -67,7 +67,7 @@ class FreeDrafts:
         pace = self.controller.curve.pace if takes_part else rows / costs[0]
         if takes_part and left < len(costs):  # what a draft leaves has no room for the pace of the longest ones
             pace = min(pace, rows * max(size / cost for size, cost in enumerate(costs[: max(left // 2, 1)], start=1)))
-        trees, branching = [TokenTree()] * len(max_new), session.takes_trees and takes_part
+        trees, branching = [TokenTree()] * len(max_new), session.anatomy.tree and takes_part
         with self._lock:
             for row, count in enumerate(max_new):
                 if count:

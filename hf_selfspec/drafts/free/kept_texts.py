@@ -19,8 +19,6 @@ from .suffix import LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 # How many tokens of earlier texts are kept by default.
 STORED = 65_536
-# Tokens that are added to the store while others wait.
-_PIECE = 4_096
 
 
 class LookupFindings(Findings):
@@ -56,9 +54,8 @@ class LookupFindings(Findings):
                 store.extend([*self.store.tokens, *added][-count:])
                 self.store = store
                 return
-            for start in range(0, len(added), _PIECE):
-                with self.lock:
-                    self.store.extend(added[start : start + _PIECE])
+            with self.lock:
+                self.store.extend(added)
 
     def _unknown_end(self, text: Sequence[int], pieces: set[tuple[int, ...]]) -> Sequence[int]:
         """The end of a text that is neither in the store nor among ``pieces``, to which those of the text are added."""

@@ -121,7 +121,7 @@ class SkipLayers(DraftSource):
                 "a search for blocks to skip goes by timings, which differ between the processes of a tensor-parallel "
                 "model. Name the blocks: SkipLayers(attention=[...], mlp=[...])."
             )
-        if self.search is not None and session.takes_trees:
+        if self.search is not None and session.anatomy.tree:
             return SearchingDraft(session, plan, self.search, self.ratio)
         if self.search is not None:
             warn_once(
