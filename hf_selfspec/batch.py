@@ -65,11 +65,6 @@ class Text:
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    @property
-    def has_grown(self) -> bool:
-        """Whether a token was chosen, which a streamer may have shown."""
-        return max(self.lengths) > self.prompt_width
-
     def last_slots(self) -> RowNumbers:
         """Cache slot of each row's last token, the one that has not been through the whole model yet."""
         return self._last_slots
@@ -77,10 +72,6 @@ class Text:
     def _move_to(self, ends: RowNumbers) -> None:
         self.lengths, self._ends = list(ends), ends
         self._last_slots = ends.plus(self._slots_before)
-
-    def last_ids(self) -> list[int]:
-        """The last token of each row, on the host; none before the first one was chosen."""
-        return [row[-1] for row in self.new if row]
 
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, ``[b, 1]``."""

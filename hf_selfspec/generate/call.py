@@ -129,7 +129,7 @@ def serve(prepared: Call, spec: Settings) -> Any:
             decoder = _build(call, spec, knowledge, unseen)
             return _run(prepared, decoder, knowledge)
     except Exception as error:  # of any kind: where nothing has begun, plain generate serves the call
-        has_begun = decoder is not None and (decoder.text.has_grown or decoder.target.cache.was_given)
+        has_begun = decoder is not None and (any(decoder.text.new) or decoder.target.cache.was_given)
         may_be_the_models = bool(unseen) and not isinstance(error, SelfSpecError)
         if has_begun or not (call.default_of or may_be_the_models):
             raise

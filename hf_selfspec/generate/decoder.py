@@ -179,7 +179,7 @@ class Decoder:
     def _verify_pass(self, draft: Draft) -> Logits:
         """The full model's logits at each row's last token and at each drafted one."""
         text, target = self.text, self.target
-        last, listed, device = text.last_ids(), draft.listed, text.device
+        last, listed, device = [row[-1] for row in text.new if row], draft.listed, text.device
         nodes = draft.tree(last)
         tokens: Tokens
         if listed is not None and last and draft.states is None and target.takes_lists(device):

@@ -98,7 +98,7 @@ class LinearAutotuner:
     def way(self, count: int, weight: torch.Tensor, alike: Sequence[torch.Tensor]) -> tuple[Way, float]:
         """Returns the way for 1 to 32 tokens, and its seconds; ``alike`` are all weights of this shape, in order of
         use."""
-        count, chosen = _rounded(count), self.chosen(weight)
+        count, chosen = _COUNTS[bisect_left(_COUNTS, count)], self.chosen(weight)
         with self._lock:
             if count not in chosen:
                 input, seconds = weight.new_ones(count, weight.shape[1]), dict.fromkeys(self._ways, math.inf)
@@ -111,10 +111,6 @@ class LinearAutotuner:
                 best = min(seconds, key=seconds.__getitem__)
                 chosen[count] = best, seconds[best] * len(weight) / len(piece)
         return chosen[count]
-
-
-def _rounded(count: int) -> int:
-    return _COUNTS[bisect_left(_COUNTS, count)]
 
 
 def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

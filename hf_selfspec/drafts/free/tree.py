@@ -97,11 +97,17 @@ def grow(
 
 @lru_cache
 def _least_added(costs: tuple[float, ...]) -> tuple[float, ...]:
-    """For each number of tokens, the least time of a further one in any larger draft."""
-    sizes = range(len(costs))
-    return tuple(
-        min([(costs[many] - costs[few]) / (many - few) for many in sizes[few + 1 :]], default=0.0) for few in sizes
-    )
+    """For each number of tokens, the least time of a further one in any larger draft: the slope of the lower convex
+    hull of what larger ones cost."""
+    hull, least = [len(costs) - 1], [0.0]
+    for few in range(len(costs) - 2, -1, -1):
+        slopes = [(costs[many] - costs[few]) / (many - few) for many in hull[-2:]]
+        while len(slopes) > 1 and slopes[0] <= slopes[1]:
+            hull.pop()
+            slopes = [(costs[many] - costs[few]) / (many - few) for many in hull[-2:]]
+        least.append(slopes[-1])
+        hull.append(few)
+    return tuple(reversed(least))
 
 
 class _Growth:

@@ -70,10 +70,6 @@ class Pools:
     def __post_init__(self) -> None:
         self.free = list(self.all)  # those that no generation uses now, the last one that was left at the end
 
-    @property
-    def has_graphs(self) -> bool:
-        return any(graph.run is not None for pool in self.all for graph in list(pool.graphs.values()))
-
 
 @dataclass(eq=False)
 class ModelGraphs:
@@ -127,7 +123,8 @@ class ModelGraphs:
         name, began, pools = f"a forward of {[tuple(value.shape) for value in inputs]}", perf_counter(), self.pools
         try:
             with _capturing:
-                if pools.captures is None or not pools.has_graphs:  # torch closes the memory with the last graph
+                others = (other.run for pool in pools.all for other in list(pool.graphs.values()))
+                if pools.captures is None or not any(others):  # torch closes the memory with the last graph
                     pools.captures = CapturePool(inputs[0].device)
                 graph.run = Captured(function, inputs, pools.captures)
         except BaseException:  # an interrupt, too, leaves memory that no graph has
