@@ -231,8 +231,8 @@ class Settings:
         """Free drafts, and MTP layers that read the model's last states.
 
         Args:
-            head: the layers, or the folder or Hub repository that holds them; ``None`` for those that ship with the
-                model, see :func:`hf_selfspec.load_mtp`.
+            head: the layers, or the folder or Hub repository of them or of an assistant of Gemma 4; ``None`` for the
+                layers that ship with the model, see :func:`hf_selfspec.load_mtp`.
             stop: when a draft of the layers ends, where the product of confidences falls below 0.4 by default.
             max_draft: maximum number of tokens in a draft.
         """

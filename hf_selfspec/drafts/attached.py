@@ -88,6 +88,6 @@ def source_of(head: DraftModule) -> DraftSource:
     if source_class is None:
         raise SettingError(
             f"load_head: a {head.kind} drafts by itself for no model. Give the folder or the Hub repository of a "
-            "DFlash, DSpark or EAGLE-3 head, an MTP layer, or an adapter or exit heads that were fitted to it."
+            "DFlash, DSpark or EAGLE-3 head, MTP layer, Gemma 4 assistant, or an adapter or exit heads fitted to it."
         )
     return cast(DraftSource, source_class(head))

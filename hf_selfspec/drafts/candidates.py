@@ -63,7 +63,7 @@ class CandidateDraft(Drafter):
 
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         rows: list[torch.Tensor] = []
-        qs: list[torch.Tensor | None] = []
+        known: list[torch.Tensor] = []  # what was sampled from; where a row does not tell, all of them count as named
         for row, most in enumerate(max_new):
             start = max(0, -text.base[row])
             ids = text.ids[row : row + 1, start : text.lengths[row]]
@@ -71,12 +71,11 @@ class CandidateDraft(Drafter):
             count = min(most, self.longest, len(drafted))
             self._requests[row] = (start, text.lengths[row], count) if most else None
             rows.append(drafted[:count])
-            qs.append(None if scores is None else scores[0, :count].to(ids.device, torch.float32).softmax(-1))
+            if scores is not None and self.scorer.do_sample:
+                known.append(scores[0, :count].to(ids.device, torch.float32).softmax(-1))
         self.steps += 1
         tokens = pad_sequence(rows, batch_first=True)
-        # What was sampled from; where a row does not tell, all of them count as named.
-        known = [q for q in qs if q is not None]
-        q = pad_sequence(known, batch_first=True) if self.scorer.do_sample and len(known) == len(rows) else None
+        q = pad_sequence(known, batch_first=True) if known and len(known) == len(rows) else None
         return Draft(tokens, [len(drafted) for drafted in rows], q=q)
 
     def _candidates(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

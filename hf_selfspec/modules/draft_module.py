@@ -150,8 +150,8 @@ class DraftModule(nn.Module, PyTorchModelHubMixin):
             if (known := format_of(settings)) is None:
                 raise SettingError(
                     f"{name} holds no part: its {CONFIG} has no kind that is known here. Give the folder or the Hub "
-                    "repository of a fitted part, or of a DFlash, DSpark or EAGLE-3 head; if its class is your own, "
-                    "import the module that defines it before loading."
+                    "repository of a fitted part, a DFlash, DSpark or EAGLE-3 head, or a Gemma 4 assistant; if its "
+                    "class is your own, import the module that defines it before loading."
                 )
             return cast(Self, known.load(name, **options))
         weights_file = file_of(cls.kind, name, WEIGHTS, **options)

@@ -137,6 +137,7 @@ class Comparison:
 
         Raises:
             SettingError: matplotlib is not installed, or ``path`` cannot be written.
+            ValueError: matplotlib does not know the format.
         """
         try:
             from matplotlib.figure import Figure

@@ -118,7 +118,7 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, id
 def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path) -> None:
     """Writes MTP layers as checkpoints of the model's type have them."""
     if head.state_layers or head.eagle3 is not None:
-        trouble = f"this head reads the states before layers {list(head.state_layers)}, for which it has no place"
+        trouble = "this head reads more than the model's last states, for which it has no place"
     elif not ships_layers(model):
         trouble = f"{type(model).__name__} ships with none"
     else:

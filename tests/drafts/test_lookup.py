@@ -198,6 +198,9 @@ def test_rounds_without_a_draft_teach_rates() -> None:
         seen.append(rates.rates[key])
     assert seen[0] < seen[1] > seen[2]
     assert knowledge.rates["sampled"].rates == Rates().rates
+    again = Rates.of(state := rates.state())
+    again.see([(9, key, 1.0)], 9)
+    assert again.rates != rates.rates == state["rates"], "what is restored leaves its state as it was"
     row = row_of(text, knowledge)
     assert row.likelihood() > 0
     followed = list[list[float]]()

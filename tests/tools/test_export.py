@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "one block": (SkipLayers([1, 2], [1]), tiny_llama, r"in layers \[2\] of LlamaForCausalLM .* is left out alone"),
     "states of layers": (
         *(lambda model: MTP(mtp_of(model, state_layers=(1, 3))), lambda: build("qwen3")),
-        r"before layers \[1, 3\], for which it has no place",
+        "more than the model.s last states, for which it has no place",
     ),
     "head": (
         lambda model: MTP(mtp_of(model)),

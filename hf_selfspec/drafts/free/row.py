@@ -148,7 +148,7 @@ class Rates:
     def of(cls, state: dict[str, Any]) -> Rates:
         """The inverse of :meth:`state`."""
         restored = cls()
-        restored.rates, restored._counts = state["rates"], state["seen"]
+        restored.rates, restored._counts = list(state["rates"]), list(state["seen"])
         return restored
 
 

@@ -135,7 +135,8 @@ class ModelGraphs:
     def failed(self, error: Exception, graph: Graph) -> None:
         """Makes what could not be captured or replayed again without kernels of ours; what has none runs without a
         graph from now on."""
-        had_leaves = any(form is not None for form in graph.leaves.values()) and not isinstance(error, NoGraphError)
+        chosen = [form for form in graph.leaves.values() if form is not None and not isinstance(form, dict)]
+        had_leaves = bool(chosen) and not isinstance(error, NoGraphError)
         graph.run, graph.compared, graph.is_over = None, 0, not had_leaves
         graph.leaves = dict.fromkeys(graph.leaves)
         if isinstance(error, NoGraphError):
