@@ -182,7 +182,8 @@ class Decoder:
         last, listed, device = [row[-1] for row in text.new if row], draft.listed, text.device
         nodes = draft.tree(last)
         tokens: Tokens
-        if listed is not None and last and draft.states is None and target.takes_lists(device):
+        on_cpu = target.active_rows is None and target.device == device == torch.device("cpu")
+        if listed is not None and last and draft.states is None and (target.graphs is not None or on_cpu):
             tokens = [[token, *row] for token, row in zip(last, listed, strict=True)]
         else:
             tokens = text.last_tokens()

@@ -159,10 +159,6 @@ class Target:
         bounds = [bound for bound in (self.reachable, None if limit is None else limit - 1) if bound is not None]
         return max(min(bounds, default=_NO_END), *self.roots)
 
-    def takes_lists(self, device: torch.device) -> bool:
-        """Whether forwards take tokens that the host knows as lists, without another upload than that of the ids."""
-        return self.graphs is not None or (self.active_rows is None and self.device == device == torch.device("cpu"))
-
     def takes_as_one(self, drafted: int) -> bool:
         """Whether a GPU runs layers over each row's last token and ``drafted`` ones in the time that one token takes,
         so that nothing is saved where all but one of them have been through these layers."""
