@@ -139,8 +139,6 @@ class SelfSpec(Settings):
         That part is an early exit, or the model without skipped layers; of a search, it is the set that was chosen, if
         it skips layers as a whole. The folder's README.md has the command for each engine. The checkpoint's logits are
         compared with the draft's before anything is written; the model stays as it is, and its tensors are not copied.
-        MTP layers are written as ``model-mtp.safetensors``, under the names that checkpoints of a model that ships with
-        such layers have.
 
         Args:
             folder: created if it does not exist; a draft that was exported there earlier is replaced.

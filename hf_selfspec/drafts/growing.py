@@ -7,7 +7,6 @@ import torch
 from ..batch import Draft, Text
 from ..errors import SettingError
 from ..learned.saving import register
-from ..model.transfer import read
 from ..validation import MOST_CANDIDATES, check_count, check_share
 
 
@@ -44,14 +43,8 @@ class TopKTree:
         """The most candidates at one depth."""
         return max(width for _, width in self.widths)
 
-    def width(self, top: torch.Tensor) -> int:
-        """Returns the number of candidates at one depth, the most that any row needs.
-
-        Args:
-            top: ``[b]`` the draft's highest probability.
-        """
-        lowest = read(top.min())[0]
-        # The last width also where the draft's probabilities are no numbers.
+    def width(self, lowest: float) -> int:
+        """Returns the number of candidates, given a draft's highest probability (or NaN), of all rows the lowest."""
         return next((width for edge, width in self.widths if lowest <= edge + 1e-6), self.widths[-1][1])
 
 

@@ -94,6 +94,16 @@ class Sent(Pending):
         return _from_bytes(self._memory, self._like)
 
 
+def send(*tensors: torch.Tensor) -> Pending:
+    """Lets a GPU copy tensors, which the host will need after it has waited for later work."""
+    device = tensors[0].device
+    if device.type not in TIMED:
+        return Pending(*tensors)
+    packed = in_bytes(tensors)
+    memory = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return Sent(memory.copy_(packed, non_blocking=True), tensors, device)
+
+
 def read(*tensors: torch.Tensor, along: Pending | None = None) -> list[Any]:
     """Returns integer, boolean and float32 tensors of one device as lists, copied together with those of ``along``."""
     arrays = _on_host(tensors if along is None else [*tensors, *along.tensors])

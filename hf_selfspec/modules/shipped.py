@@ -67,10 +67,8 @@ class MtpFormat:
 
 # The fields that are names.
 _NAMES = ("embedding_norm", "state_norm", "projection", "norm", "block")
-# The file of MTP layers without their model.
-LAYERS_ALONE = "model-mtp.safetensors"
 # The block of a model that has one layer alone.
-FIRST = "model.layers.0."
+_FIRST = "model.layers.0."
 # How configs of models with DeepSeek's names count MTP layers.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 # What else may stand under a block's name: copies of the model's own embedding and head.
@@ -223,7 +221,7 @@ def _decoder(
     others = tuple(f"{name}." for field, name in layer.items() if field != "block")
     others += tuple(f"{begin}{name}" for name in _COPIES)
     keys = [key for key in files.paths if key.startswith(begin) and not key.startswith(others)]
-    state = {f"{FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
+    state = {f"{_FIRST}{key[len(begin) :]}": files.read(key) for key in keys}
     state["model.norm.weight"] = files.read(f"{layer['norm']}.weight")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(1, config.hidden_size, device="cpu", dtype=torch.float32)
@@ -232,12 +230,12 @@ def _decoder(
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     loaded, info = model_class.from_pretrained(None, config=config, state_dict=state, dtype=model.dtype, **options)
     for key, shape, wanted in sorted(info["mismatched_keys"]):
-        raise files.misfit(key.replace(FIRST, begin), shape, wanted)
+        raise files.misfit(key.replace(_FIRST, begin), shape, wanted)
     if missing := sorted(info["missing_keys"]):
         raise SettingError(f"{files.name} has no weight for {missing[0]} of an MTP layer ({begin}...).")
     if unexpected := sorted(info["unexpected_keys"]):
         raise SettingError(
-            f"{files.name} has {unexpected[0].replace(FIRST, begin)}, for which {model_class.__name__} has no "
+            f"{files.name} has {unexpected[0].replace(_FIRST, begin)}, for which {model_class.__name__} has no "
             "place: its MTP layers are of another kind than the model's own, which is not supported."
         )
     stack = Anatomy.of(loaded).stack.to(device)
@@ -290,7 +288,7 @@ class _Files:
                 if (path := paths[file]) is None:
                     raise SettingError(f"{index} names {file}, which is not there. Load the checkpoint again.")
                 yield key, path
-        elif (whole := self._file(SAFE_WEIGHTS_NAME) or self._file(LAYERS_ALONE)) is not None:
+        elif (whole := self._file(SAFE_WEIGHTS_NAME)) is not None:
             with _reading(whole), safe_open(whole, framework="pt", device="cpu") as file:
                 yield from ((key, whole) for key in file.keys())  # noqa: SIM118  # no dict
         else:

@@ -3,17 +3,13 @@
 import json
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import cast
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafts.cascade import Cascade
 from ..drafts.free.lookup import Lookup
-from ..drafts.heads.mtp import MTP
 from ..drafts.layers.early_exit import EarlyExit, ExitChoice
 from ..drafts.layers.skip_layers import SkipLayers
 from ..drafts.source import DraftSource
@@ -27,8 +23,6 @@ from ..model.internals import ADAPTED
 from ..model.module_tools import is_tensor_parallel
 from ..model.patching import evaluating
 from ..model.plan import LayerPlan
-from ..modules.mtp import MtpHead
-from ..modules.shipped import FIRST, LAYERS_ALONE, format_of, ships_layers
 from ..search.skip_search import SkipChoice
 from ..validation import StrPath
 from .checkpoint import draft_model
@@ -67,10 +61,6 @@ def export_draft(
     _check_model(inner)
     anatomy = Anatomy.of(inner)
     part = _part(source, anatomy, knowledge)
-    if isinstance(part, MtpHead):
-        part.check(knowledge.fingerprint)
-        _write_mtp(inner, part, at)
-        return
     if anatomy.is_recurrent:
         raise UnsupportedModelError(
             f"{_NAME}: {anatomy.model_name} has recurrent states, which neither transformers nor serving engines roll "
@@ -115,49 +105,7 @@ def partial_logits(model: PreTrainedModel, anatomy: Anatomy, plan: LayerPlan, id
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
-def _write_mtp(model: PreTrainedModel, head: MtpHead, at: Path) -> None:
-    """Writes MTP layers as checkpoints of the model's type have them."""
-    if head.state_layers or head.eagle3 is not None:
-        trouble = "this head reads more than the model's last states, for which it has no place"
-    elif not ships_layers(model):
-        trouble = f"{type(model).__name__} ships with none"
-    else:
-        with reported(at), folder_written_whole(at) as inside:
-            save_file(_named(model, head), inside / LAYERS_ALONE)
-        return
-    raise UnsupportedModelError(
-        f"{_NAME}: MTP layers are written in the format of models that ship with them, and {trouble}. Use it with "
-        "generate(assistant=...)."
-    )
-
-
-def _named(model: PreTrainedModel, head: MtpHead) -> dict[str, torch.Tensor]:
-    """The tensors of a head by the names in checkpoints of the model's type."""
-    names, tensors = format_of(model), dict[str, torch.Tensor]()
-    for number, (part, settings) in enumerate(zip(head.layers, head.configs, strict=True)):
-        layer = names.of_layer(number, Anatomy.of(model).num_layers)
-        halves = part.projection.weight.chunk(2, dim=1)
-        tensors[f"{layer['projection']}.weight"] = torch.cat(halves[::-1] if names.state_first else halves, dim=1)
-        for field in ("embedding_norm", "state_norm"):
-            tensors[f"{layer[field]}.weight"] = getattr(part, field).weight
-        for key, value in _as_saved(settings, part.decoder.state_dict()).items():
-            is_block = key.startswith(FIRST)
-            tensors[f"{layer['block']}{key[len(FIRST) :]}" if is_block else f"{layer['norm']}.weight"] = value
-    return {key: value.detach().to(model.dtype).contiguous() for key, value in tensors.items()}
-
-
-def _as_saved(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a decoder as transformers saves them, in whose files experts are apart."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    stack = Anatomy.of(model).stack
-    inside = next(name for name, module in model.named_modules() if module is stack)
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder, state_dict={f"{inside}.{name}": value for name, value in state.items()})
-        return load_file(Path(folder) / SAFE_WEIGHTS_NAME)
-
-
-def _part(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall) -> LayerPlan | MtpHead:
+def _part(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall) -> LayerPlan:
     """The part of the model that drafts as a source does, beside free drafts."""
     sources = source.sources if isinstance(source, Cascade) else (source,)
     drafting = [each for each in sources if not isinstance(each, Lookup)]
@@ -167,8 +115,6 @@ def _part(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall) -> 
             "hold only one. Export SelfSpec(draft=...) with the one that you mean."
         )
     part = (drafting or sources)[0]
-    if isinstance(part, MTP) and part.head is not None:
-        return part.module
     if isinstance(part, EarlyExit) and part.head is None:
         return part.plan(anatomy) or _chosen(part, anatomy, knowledge, ExitChoice)
     if isinstance(part, SkipLayers):
@@ -176,7 +122,7 @@ def _part(source: DraftSource, anatomy: Anatomy, knowledge: KnowledgeOfCall) -> 
     raise UnsupportedOptionError(
         f"{part!r} cannot be exported: it does not draft with layers of the model alone, but a checkpoint has "
         "nothing else. Export EarlyExit(layer) or SkipLayers(attention=[...], mlp=[...]). (Engines read MTP layers "
-        "that ship with a model from its own checkpoint, and reduce heads by lists of tokens.)"
+        "from the model's own checkpoint, and reduce heads by lists of tokens.)"
     )
 
 

@@ -21,7 +21,7 @@ from hf_selfspec import (
     SettingTypeError,
 )
 from hf_selfspec.drafts.controller import Controller
-from hf_selfspec.drafts.stop import Memory, StopRule, start
+from hf_selfspec.drafts.stop import LateBound, Memory, StopRule, start
 
 EXIT = 2
 
@@ -94,6 +94,26 @@ def test_adaptive_threshold_by_hand() -> None:
     rule.update([4, 0], [0, 0])
     assert running(AdaptiveThreshold(), 3, memory).thresholds == pytest.approx((0.5015,) * 3)
     assert running(AdaptiveThreshold(), 1).thresholds == pytest.approx((0.8,))
+
+
+def test_a_gpu_is_asked_after_the_verification() -> None:
+    """By the hand calculation above the rule ends drafts with the fifth and the third token; the widths of a tree go by
+    the less sure row."""
+    rule = running(AdaptiveThreshold(ProductThreshold(0.6)))
+    late, told = LateBound(rule, 2, None), list[Any]()
+    rule.update = lambda *counts: told.append(counts)
+    for _ in range(30):
+        rule.begin()
+        lengths = late.begin([6, 6])
+        for _ in range(max(lengths)):
+            top = torch.tensor([0.9, 0.8])
+            late.add(torch.stack([top, 1 - top], 1).log(), torch.zeros(2, 8), top)
+        late.send()
+        late.update(lengths, [length - 1 for length in lengths])
+    assert (told[0], told[-1]) == (([4, 3], [3, 3]), ([5, 3], [4, 2]))
+    assert late.begin([6, 6]) == [5, 3]
+    assert late.begin([6, 2]) == [5, 2]
+    assert late.tops == pytest.approx([0.8] * 5)
 
 
 def drafts_well() -> LlamaForCausalLM:

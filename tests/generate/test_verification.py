@@ -113,7 +113,7 @@ def test_drawing_without_replacement_is_drawing_in_turn() -> None:
 
 @pytest.mark.parametrize(("confidence", "width"), [(0.5, 10), (0.51, 5), (0.8, 5), (0.81, 3), (0.96, 1), (math.nan, 1)])
 def test_tree_is_narrower_the_surer_the_draft(confidence: float, width: int) -> None:
-    assert TopKTree().width(torch.tensor([confidence])) == width
+    assert TopKTree().width(confidence) == width
 
 
 def quick(examples: int) -> Any:

@@ -35,7 +35,7 @@ from hf_selfspec import (
     TopKTree,
     errors,
 )
-from hf_selfspec.drafts import Cascade, EarlyExit, EarlyExitAdapter, Lookup, Quantized, SkipLayers, controller
+from hf_selfspec.drafts import Cascade, EarlyExit, EarlyExitAdapter, Lookup, SkipLayers, controller
 from hf_selfspec.drafts.cost_curve import CostCurve
 from hf_selfspec.generate.decoder import Decoder
 from hf_selfspec.model.graphs import graph_runner, model_graphs
@@ -65,7 +65,9 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "fixed": lambda: SelfSpec(_EXIT, _THREE),
     "rule": lambda: SelfSpec(_EXIT, _SURE, max_draft=3),
     "tree": lambda: SelfSpec(_EXIT, _THREE, TopKTree()),
-    "four bits": lambda: SelfSpec(Quantized(), _THREE),
+    "quantized": SelfSpec.quantized,
+    "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
+    "adaspeed": lambda: SelfSpec.adaspeed(2),
     "skips": lambda: SelfSpec(SkipLayers(attention=(1,), mlp=(2,)), _THREE),
     "adaptive": lambda: SelfSpec(_EXIT, AdaptiveThreshold()),
     "lookup": SelfSpec.lookup,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from helpers.architectures import ARCHITECTURES, SHARING, STATEFUL, build
 from helpers.calls import unchanged
-from helpers.fitted import adapter_of, heads_of, mtp_of
+from helpers.fitted import adapter_of, heads_of
 from helpers.models import character_tokenizer, ragged_batch, tiny_llama
 from helpers.multimodal import build as build_multimodal
 from helpers.processes import peft_calls_old_name
@@ -192,17 +192,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "two sources": (Cascade([Lookup(), EXIT, SKIP]), tiny_llama, "has 2 sources besides its free drafts"),
     "heads": (lambda model: DynamicExit(heads_of(model, 0.5)), tiny_llama, "a checkpoint has nothing else"),
     "adapter": (lambda model: EarlyExitAdapter(adapter_of(model)), tiny_llama, "layers of the model alone"),
-    "own layers": (MTP(), tiny_llama, "cannot be exported.*from its own checkpoint"),
+    "own layers": (MTP(), tiny_llama, "cannot be exported.*from the model.s own checkpoint"),
     "one block": (SkipLayers([1, 2], [1]), tiny_llama, r"in layers \[2\] of LlamaForCausalLM .* is left out alone"),
-    "states of layers": (
-        *(lambda model: MTP(mtp_of(model, state_layers=(1, 3))), lambda: build("qwen3")),
-        "more than the model.s last states, for which it has no place",
-    ),
-    "head": (
-        lambda model: MTP(mtp_of(model)),
-        tiny_llama,
-        r"and LlamaForCausalLM ships with none",
-    ),
     "depth": (EarlyExit(6), tiny_llama, "must be between 1 and 5"),
     "PEFT": (EXIT, lambda: peft.get_peft_model(tiny_llama(), peft.LoraConfig()), r"Merge them first: .*merge_and_un"),
     "quantised": (EXIT, lambda: changed("hf_quantizer", object()), "it is quantised"),

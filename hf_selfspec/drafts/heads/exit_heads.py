@@ -80,6 +80,7 @@ class HeadsDraft(PlanDrafter):
 
     def __init__(self, session: Session, plan: LayerPlan, settings: DynamicExit) -> None:
         super().__init__(session, plan)
+        self._late = None  # which heads run depends on what each of them tells
         self.heads = settings.module
         self._thresholds = settings.thresholds
         self._bounds = (0, *settings.module.layers)

@@ -15,7 +15,7 @@ from ...modules.linear_probe import LinearProbe
 from ...stats import GenerationStats
 from ..growing import DraftStep, GrowingDraft
 from ..source import Drafter, Session
-from ..stop import FixedLength, RunningBound, start
+from ..stop import FixedLength, LateBound, RunningBound, start
 
 
 class PlanDrafter(Drafter):
@@ -30,8 +30,13 @@ class PlanDrafter(Drafter):
         self.plan, self.head = plan, head
         assert session.stop is not None
         self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
-        if self.in_one_forward and type(session.stop) is FixedLength:
-            self.whole = session.longest
+        is_fixed = type(session.stop) is FixedLength
+        self.whole = session.longest if self.in_one_forward and is_fixed else 0
+        # A GPU's host does not wait for each token: the full model rejects junk, and what follows an end.
+        on_gpu = self.target.device.type != "cpu"
+        self._is_blind, self._late, asks = on_gpu and is_fixed, None, session.tree is not None or not is_fixed
+        if on_gpu and asks and isinstance(self._rule, RunningBound) and self.scorer.prefix_free:
+            self._late = LateBound(self._rule, session.num_rows, session.longest if is_fixed else None)
         self._accepted = list[int]()  # tokens of each line of the last draft
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
@@ -42,8 +47,9 @@ class PlanDrafter(Drafter):
     def propose(self, text: Text, max_new: list[int]) -> Draft:
         """Drafts after each row's last token, with the hidden states that verification starts from."""
         roots, prefix = text.last_slots(), self._prefix
-        limit = min(self.session.longest, max(max_new))
         self._rule.begin()
+        max_new = max_new if self._late is None else self._late.begin(max_new)
+        limit = min(self.session.longest, max(max_new))
         is_read = not (self.scorer.prefix_free and isinstance(self._rule, RunningBound))
         grown = GrowingDraft(text, max_new, write_to_text=is_read)
         feed = text.last_tokens()
@@ -60,6 +66,8 @@ class PlanDrafter(Drafter):
             grown.add(picks, q, step.prefix_state if prefix else None)
             self._close(grown, text, picks[:, 0], logits, scores, step.state)
             feed = picks[:, :1]
+        if self._late is not None:
+            self._late.send()
         self._draft = grown.draft(prefix)
         return self._draft
 
@@ -80,11 +88,15 @@ class PlanDrafter(Drafter):
 
     def _width(self, grown: GrowingDraft, logits: torch.Tensor, limit: int) -> int:
         """How many tokens the next depth gets."""
-        if self.session.tree is None:
+        if (tree := self.session.tree) is None:
             return 1
-        top, rows = logits.softmax(-1).amax(-1), [row for row, wants in enumerate(grown.drafting) if wants]
-        top = top if len(rows) == len(top) else top.index_select(0, upload(rows, top.device))
-        width = min(self.session.tree.width(top), logits.shape[-1])
+        if self._late is not None:
+            lowest = self._late.tops[grown.depth] if grown.depth < len(self._late.tops) else 1.0
+        else:
+            top, rows = logits.softmax(-1).amax(-1), [row for row, wants in enumerate(grown.drafting) if wants]
+            top = top if len(rows) == len(top) else top.index_select(0, upload(rows, top.device))
+            lowest = read(top.min())[0]
+        width = min(tree.width(lowest), logits.shape[-1])
         # The rest of the line has to fit, too.
         room = self.session.cap_by_logit_memory(limit * width) - grown.size - (limit - grown.depth - 1)
         return max(1, min(width, room))
@@ -106,11 +118,12 @@ class PlanDrafter(Drafter):
         state: torch.Tensor,
     ) -> None:
         """Finds with one read which of the tokens ``[b]`` count, and which drafts end with them."""
-        stop, eos = self.session.stop, self.session.eos_tokens
-        if type(stop) is FixedLength and (self.in_one_forward or not eos) and logits.device.type != "cpu":
-            # A read would have to wait; the full model rejects junk.
+        state = state.to(logits.device)
+        if self._late is not None:
+            self._late.add(logits, state, *([] if self.session.tree is None else [logits.softmax(-1).amax(-1)]))
+        if self._late is not None or self._is_blind:
             return grown.close_rows([False] * len(tokens))
-        rule, state = self._rule, state.to(logits.device)
+        rule, eos = self._rule, self.session.eos_tokens
         bound = rule if isinstance(rule, RunningBound) else None
         decided = bound.values(logits, state) if bound is not None else self._asked(text, grown.depth, logits, state)
         highest = [] if bound is not None and self.scorer.prefix_free else [scores.amax(-1)]
@@ -137,7 +150,7 @@ class PlanDrafter(Drafter):
     def update(self, text: Text, verdicts: list[Verdict], logits: torch.Tensor) -> None:
         self._accepted = self._draft.accepted(verdicts)
         if any(self._draft.lengths):
-            self._rule.update(self._draft.lengths, self._accepted)
+            (self._late or self._rule).update(self._draft.lengths, self._accepted)
 
     def report(self, stats: GenerationStats) -> None:
         stats.plan = self.plan.picture()
