@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..batch import Draft, Text, Verdict
 from ..drafts.scoring import Scorer, check_highest
@@ -100,15 +101,16 @@ def verify(
     drafted = fetched.pop(0) if draft.listed is None else draft.listed
     if model_name is not None:
         check_highest(chain.from_iterable(highest), model_name)
-    # What the full model chooses at each row and node, if that could be computed for all at once. For a line of drawn
-    # tokens also whether the next one is accepted, and the token that takes its place if it is not.
+    # What the full model chooses at each row and node, if that could be computed for all at once. Of drawn tokens also
+    # which child of a node is accepted, and the token that takes its place if none is.
     tokens, accepted, instead = (*fetched, None, None, None)[:3]
     verdicts = [Verdict([], [], False, []) for _ in done]
     pick = choose_sampled if scorer.do_sample else choose_greedy
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
         if accepted is not None and candidates:
-            return (candidates[0], 0) if accepted[row][node] else (instead[row][node], None)
+            index = accepted[row][node]
+            return (candidates[index], index) if index >= 0 else (instead[row][node], None)
         if tokens is not None:
             token = tokens[row][node]
             return token, candidates.index(token) if token in candidates else None
@@ -196,17 +198,21 @@ def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, nu
 
 
 def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where a node needs them one by one."""
+    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where not all drawn tokens are known."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)
-    if draft.q is None:
+    if draft.q is None or not draft.size:
         return (draw(p),)
-    if draft.parents is not None or draft.q.shape[1] < draft.size:
+    n, drafted = draft.q.shape[1], draft.tokens[..., None]  # nodes that have children, and those of a line
+    if draft.parents is not None:
+        children = [[draft.children(row, node) for node in range(n)] for row in range(len(p))]
+        most = max(map(len, chain.from_iterable(children)))
+        places = upload([[[*at, *[0] * (most - len(at))] for at in of_row] for of_row in children], p.device)
+        drafted = pad(draft.tokens, (1, 0), value=-1).to(p.device).gather(1, places.flatten(1)).view_as(places)
+    elif n < draft.size:
         return None
-    q = draft.q[:, : draft.size].to(p.device)
-    accepted, instead = accept_line(p[:, :-1], q, draft.tokens.to(p.device))
-    return draw(p), accepted, instead
+    return draw(p), *accept_drawn(p[:, :n], draft.q.to(p.device), drafted.to(p.device))
 
 
 def choose_greedy(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
@@ -241,51 +247,45 @@ def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | N
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
-    could, accepted = torch.ones((), dtype=torch.bool, device=p.device), list[torch.Tensor]()
     for index, token in enumerate([] if q is None else drafted):
         assert q is not None
         # A token that could not have been drawn is rejected, and so are those after it.
-        could = could & (q[token] > 0.0)
+        if not q[token] > 0.0:
+            break
         with drawing:
             uniform = torch.rand((), device=p.device, dtype=p.dtype)
-        accepted.append(could & (uniform * q[token] < p[token]))
-        if p.device.type == "cpu" and accepted[-1]:
+        if uniform * q[token] < p[token]:
             return token, index
         residual = (p - q).clamp_(min=0.0)
-        mass = residual.sum()
         # Without a residual p and q are equal but for rounding, so any draw from p will do.
-        could = could & (mass > 0.0)
-        p = torch.where(could, residual / mass, p)
-        q = q.index_fill(0, torch.full((1,), token, device=q.device), 0.0)
+        if not (mass := residual.sum()) > 0.0:
+            break
+        p, q = residual / mass, q.index_fill(0, torch.full((1,), token, device=q.device), 0.0)
         q /= q.sum().clamp_(min=torch.finfo(q.dtype).tiny)
-    *flags, token = read(*accepted, draw(p))
-    if True in flags:
-        return drafted[flags.index(True)], flags.index(True)
+    token = int(draw(p))
     return token, drafted.index(token) if q is None and token in drafted else None
 
 
-def accept_line(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes all decisions about a line of drawn tokens at once (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+def accept_drawn(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the decisions of :func:`choose_sampled` at any number of positions at once.
 
-    A token is accepted if ``u < p(x) / q(x)``, with ``u`` uniform on ``[0, 1)``, computed as ``u q(x) < p(x)``.
-
-    Args:
-        p: ``[b, t, v]`` the full model's distributions at the drafted tokens.
-        q: ``[b, t, v]`` the distributions from which these were drawn.
-        drafted: ``[b, t]`` the tokens.
-
-    Returns:
-        Booleans ``[b, t]``, whether each is accepted if those before it are, and ``[b, t]`` the tokens drawn in their
-        place if they are not.
+    Given ``p`` and ``q`` ``[..., v]`` and the drafted tokens ``[..., n]``, then -1, returns ``[...]`` the place of the
+    token that is accepted, -1 for none, and ``[...]`` tokens drawn in its place.
     """
-    at_token = drafted[..., None]
-    p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
-    # A token that could not have been drawn is rejected, and the token in its place is drawn from p.
-    could = q_token > 0.0
-    with drawing:
-        uniform = torch.rand_like(p_token)
-    accepted = could & (uniform * q_token < p_token)
-    residual = (p - q * could[..., None]).clamp_(min=0.0)
-    # Without a residual p and q are equal but for rounding, so any draw from p will do.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0.0, residual, p)
-    return accepted, draw(residual)
+    index = torch.full_like(drafted[..., 0], -1)
+    could = torch.ones_like(index, dtype=torch.bool)
+    for place, token in enumerate(drafted.unbind(-1)):
+        at_token = token.clamp(min=0)[..., None]
+        p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]
+        could = could & (token >= 0) & (q_token > 0.0)
+        with drawing:
+            accepted = could & (torch.rand_like(p_token) * q_token < p_token)
+        index = torch.where(accepted & (index < 0), place, index)
+        residual = (p - q).clamp_(min=0.0)
+        mass = residual.sum(-1, keepdim=True)
+        could = could & (mass[..., 0] > 0.0)
+        p = torch.where(could[..., None], residual / mass, p)
+        if place < drafted.shape[-1] - 1:
+            q = q.scatter(-1, at_token, 0.0)
+            q /= q.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+    return index, draw(p)

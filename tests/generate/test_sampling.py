@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,13 @@ def test_joint_distribution_is_that_of_the_full_model(spec: str, options: str) -
     check_exact(sample(SPECS[spec], rows=rows, **named), exact_joint(llama(), processors))
 
 
+@pytest.mark.every_run("tree")
+@pytest.mark.machine("nodes_are_scored_at_once")
+@pytest.mark.parametrize("spec", SPECS)
+def test_joint_distribution_of_what_a_gpu_decides_at_once(spec: str) -> None:
+    check_exact(sample(SPECS[spec], rows=SAMPLES), exact_joint(llama(), []))
+
+
 @pytest.mark.every_run("in turns-plain")
 @pytest.mark.machine("verification_is_free")
 @pytest.mark.parametrize(
@@ -67,10 +75,10 @@ def test_joint_distribution_of_named_tokens(name: str, options: str, monkeypatch
 @pytest.mark.machine("graphs_are_taken")
 @pytest.mark.parametrize("spec", SPECS)
 def test_joint_distribution_of_captured_forwards(spec: str) -> None:
-    sampled = sample(replace(SPECS[spec]), rows=SAMPLES // 4, calls=3, top_k=3)
-    served = {graph.inputs[0].shape[1] for graph in Traced.made if graph.runs > COMPARISONS}
-    assert 1 in served  # steps of drafts
-    assert max(served) > 1  # verifications
+    sampled = sample(replace(SPECS[spec]), deepcopy(llama()), rows=8, calls=SAMPLES // 8, top_k=3)
+    served = {graph.inputs[0].shape[1] - 4 for graph in Traced.made if graph.runs > COMPARISONS}
+    assert min(served) == 1  # a token, in a step of a draft, beside four numbers
+    assert max(served) > 8  # tokens and their layout, in a verification
     check_exact(sampled, exact_joint(llama(), [TopKLogitsWarper(3)]))
 
 

@@ -17,16 +17,26 @@ from hf_selfspec.batch import Draft, Text
 from hf_selfspec.drafts.scoring import Scorer
 from hf_selfspec.generate import walk
 from hf_selfspec.generate.output import Stopper
-from hf_selfspec.generate.walk import accept_line, choose_sampled, verify
+from hf_selfspec.generate.walk import accept_drawn, choose_sampled, verify
 from hf_selfspec.model.logits import Logits, draw_without_replacement
 
 ALMOST_ONE = 1 - 2**-30
 
 
 def fix_uniform(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
-    """The next calls of ``torch.rand`` return these."""
+    """The next uniform numbers are these."""
     script = iter(values)
-    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(next(script), dtype=torch.float64))
+    for name in ("rand", "rand_like"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: torch.tensor(next(script), dtype=torch.float64))
+
+
+def at_once(scores: torch.Tensor, drafted: list[int], q: torch.Tensor) -> tuple[int, int | None]:
+    """``choose_sampled`` as on a GPU, with one place more than there are tokens."""
+    index, token = map(int, accept_drawn(scores.softmax(-1), q, torch.tensor([*drafted, -1])))
+    return (drafted[index], index) if index >= 0 else (token, None)
+
+
+each_way = pytest.mark.parametrize("decide", [choose_sampled, at_once])
 
 
 def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
@@ -40,8 +50,10 @@ def orders(q: torch.Tensor, count: int) -> Iterator[tuple[list[int], float]]:
             yield list(drawn), probability
 
 
-def outcomes(p: torch.Tensor, drafted: list[int], q: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The distribution of ``choose_sampled``'s token given its candidates, by bisecting its uniform numbers."""
+def outcomes(
+    decide: Any, p: torch.Tensor, drafted: list[int], q: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """The distribution of the token that is chosen given its candidates, by bisecting its uniform numbers."""
     residuals: list[torch.Tensor] = []
 
     def draw(residual: torch.Tensor) -> torch.Tensor:
@@ -49,8 +61,9 @@ def outcomes(p: torch.Tensor, drafted: list[int], q: torch.Tensor, monkeypatch: 
         return torch.zeros((), dtype=torch.long)
 
     def accepted(*uniform: float) -> int | None:
-        fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * len(drafted))
-        return choose_sampled(p.log(), drafted, q)[1]
+        fix_uniform(monkeypatch, *uniform, *[ALMOST_ONE] * (len(drafted) + 1))
+        index: int | None = decide(p.log(), drafted, q)[1]
+        return index
 
     monkeypatch.setattr(walk, "draw", draw)
     found, reached = torch.zeros(len(p)), 1.0
@@ -79,13 +92,15 @@ HALVES, BOTH = [0.5, 0.5, 0.0], [0, 1]
         ([ALMOST_ONE], [0.5, 0.5], [1], [0.5000001, 0.5000001], BOTH),
         ([1.0], HALVES, [0], [0.5, 0.5, 0.0], BOTH),
         ([1.0], HALVES, [2], [0.5, 0.5, 1e-9], BOTH),
+        ([1.0], [0.0, 0.5, 0.5], [1], [0.0, 0.5000001, 0.5000001], [1, 2]),
     ],
 )
-def test_what_cannot_be_is_never_accepted(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_way
+def test_what_cannot_be_is_never_accepted(case: Any, decide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uniform numbers, p, drafted tokens, q, and what may come instead."""
     uniform, p, drafted, q, tokens = case
-    fix_uniform(monkeypatch, *uniform)
-    token, index = choose_sampled(torch.tensor(p).log(), drafted, torch.tensor(q))
+    fix_uniform(monkeypatch, *uniform, 1.0)
+    token, index = decide(torch.tensor(p).log(), drafted, torch.tensor(q))
     assert token in tokens
     assert index is None
 
@@ -95,8 +110,8 @@ def test_a_line_never_accepts_a_token_without_probability(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
     p, q = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.5, 0.5]]])
     for token in (0, 1):
-        accepted, instead = accept_line(p, q, torch.tensor([[token]]))
-        assert (accepted.item(), instead.item()) == (token == 1, 1)
+        accepted, instead = accept_drawn(p, q, torch.tensor([[[token]]]))
+        assert (accepted.item(), instead.item()) == (token - 1, 1)
 
 
 def test_drawing_without_replacement_is_drawing_in_turn() -> None:
@@ -127,15 +142,16 @@ LOGITS = st.lists(st.sampled_from([-math.inf, -2.0, -1.0, 0.0, 0.5, 2.0]), min_s
 )
 
 
+@each_way
 @quick(20)
 @given(p=LOGITS, q=LOGITS, count=st.integers(0, 3))
-def test_candidates_leave_the_distribution_p(p: list[float], q: list[float], count: int) -> None:
+def test_candidates_leave_the_distribution_p(decide: Any, p: list[float], q: list[float], count: int) -> None:
     """Averaged over all siblings that could have been drawn without replacement."""
     target, drawn_from = torch.tensor(p).softmax(-1), torch.tensor(q).softmax(-1)
     marginal = torch.zeros(4)
     with pytest.MonkeyPatch.context() as patch:
         for drawn, probability in orders(drawn_from, min(count, int((drawn_from > 0).sum()))):
-            marginal += probability * outcomes(target, drawn, drawn_from, patch)
+            marginal += probability * outcomes(decide, target, drawn, drawn_from, patch)
     torch.testing.assert_close(marginal, target, rtol=0, atol=2e-5)
 
 

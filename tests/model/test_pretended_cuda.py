@@ -30,6 +30,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("adaptive", "drawn", 4): (0, 2),
     ("kangaroo", "greedy", 1): (0, 2),
     ("tree", "greedy", 4): (0, 4),
+    ("tree", "drawn", 4): (0, 5),
     ("skips", "greedy", 1): (0, 2),
     ("lookup", "streamed", 1): (0, 4),
     ("lookup", "repetition", 4): (0, 5),  # with the paths of all nodes
