@@ -231,7 +231,7 @@ class Draft:
 
     def drawn_from(self, row: int, node: int) -> torch.Tensor | None:
         """The distribution ``[v]`` from which the children of a node were sampled, if they were."""
-        return None if self.q is None or not self.children(row, node) else self.q[row, node]
+        return None if self.q is None or node >= self.q.shape[1] or not self.children(row, node) else self.q[row, node]
 
 
 @dataclass

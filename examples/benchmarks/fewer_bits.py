@@ -10,6 +10,7 @@ tokens are accepted at the rate 0.9.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from itertools import chain
 
@@ -22,7 +23,7 @@ from hf_selfspec.model.anatomy import Anatomy
 from hf_selfspec.model.cache.speculative_cache import cache_for
 from hf_selfspec.model.encoding import as_prompts, encoded
 from hf_selfspec.model.forward_pass import ForwardPass
-from hf_selfspec.model.kernels.packing import packed, to_pack
+from hf_selfspec.model.kernels.packing import packed, to_pack, why_not
 from hf_selfspec.model.plan import LayerPlan
 from hf_selfspec.model.target import Target
 from hf_selfspec.tools.compare import texts_of
@@ -35,7 +36,9 @@ class Draft:
 
     def __init__(self, model: PreTrainedModel, room: int) -> None:
         anatomy, begun = Anatomy.of(model), time.process_time()
-        substitutes = packed(model, to_pack(anatomy, model))
+        if not (modules := to_pack(anatomy, model)):
+            sys.exit(why_not(anatomy))
+        substitutes = packed(model, modules)
         self.seconds = time.process_time() - begun  # of packing
         self.plan = LayerPlan(anatomy.num_layers, substitutes=substitutes)
         self.target = Target(model, anatomy, cache_for(model, anatomy, 1, room, None))

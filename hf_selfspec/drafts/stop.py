@@ -8,7 +8,7 @@ repeat their first column on the left. ``True`` ends the row's draft *after* tha
 function with this signature works as well.
 
 A rule that remembers something, from token to token or from draft to draft, has a method ``start`` instead, which
-returns what is called while one generation runs (:class:`RunningRule`).
+returns what is called while one generation runs (:class:`RunningRule`). On a GPU bounds decide later (LateBound).
 """
 
 import math
@@ -28,10 +28,9 @@ from ..validation import MOST_DRAFT, check_count, check_share
 # rounds before in the acceptance rate and in the threshold (β1, β2).
 _STEP, _RATE_MEMORY, _THRESHOLD_MEMORY = 0.01, 0.5, 0.9
 
-# On a GPU: how many tokens the first draft has, and the weight of one in the mean length of the next ones.
-# (26 chats, drafts of SmolLM2 in four bits at 0.3 of a forward a step: as fast as the rule itself where a wait takes
-# 0.05 of a forward, 1.13 times as fast where it takes 0.15; weights of 0.1 to 0.5 within 0.02.)
-_FIRST_LENGTH, _LENGTH_STEP = 4, 0.1
+# On a GPU: tokens of the first draft, and the weight of one in their mean. (26 chats, SmolLM2 in four bits, simulated:
+# 0.99 to 1.02 of the rule's own speed where a wait takes 0.05 of a forward, 1.10 to 1.13 where it takes 0.15.)
+_FIRST_LENGTH, _LENGTH_STEP = 4.0, 0.2
 
 # Maps (logits [b, v], hidden_states [b, d]) of a drafted token to the probability [b] that it is accepted.
 Confidence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -125,6 +124,7 @@ class RunningBound(RunningRule):
 
     def __init__(self, rule: BoundedRule, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(thresholds)
+        self.are_cut = [False for _ in thresholds]  # whether the last draft ended before the rule would have ended it
         self._bounded = rule
         self._value: torch.Tensor | None = None
 
@@ -142,19 +142,21 @@ class RunningBound(RunningRule):
 
 
 class LateBound:
-    """A bound that is looked at after the verification, since a GPU stands still while its host waits for a token's
-    confidence: a row's draft gets as many tokens as the rule would have let earlier ones have in the mean."""
+    """A bound that is looked at after the verification, since a GPU stands still while its host waits for a confidence:
+    drafts get as many tokens as the rule would have let earlier ones have in the mean, ``most`` at most. One that it
+    would have let go on counts with the mean beyond it, as where each token is as likely to be the last."""
 
-    def __init__(self, rule: RunningBound, rows: int, first: int | None) -> None:
-        self._rule, self._lengths = rule, [float(first or _FIRST_LENGTH)] * rows
+    def __init__(self, rule: RunningBound, most: int) -> None:
+        self._rule, self._most = rule, most
+        self._lengths = [most if least == -math.inf else _FIRST_LENGTH for least in rule.thresholds]
         self._seen = list[list[torch.Tensor]]()
         self._sent = Pending()
-        self.tops: list[float] = []  # the last one at each depth, of all rows the lowest
+        self.tops: list[float] = []  # the last one at each depth, of the rows that drafted the lowest
 
     def begin(self, max_new: Sequence[int]) -> list[int]:
         """Returns how many tokens of the next draft each row gets, of those that it may have."""
         self._seen = []
-        return [min(count, max(round(length), 1)) for count, length in zip(max_new, self._lengths, strict=True)]
+        return [min(count, round(length)) for count, length in zip(max_new, self._lengths, strict=True)]
 
     def add(self, logits: torch.Tensor, hidden_states: torch.Tensor, *top: torch.Tensor) -> None:
         """Notes the next token, see :meth:`RunningBound.values`; for a tree also its probability ``[b]``."""
@@ -168,16 +170,17 @@ class LateBound:
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """As of a :class:`RunningRule`, of the tokens up to the one with which the rule would have ended the draft."""
         values, *tops = (array.tolist() for array in self._sent.arrays)  # [t, b]
-        counted = list(drafted)
+        counted, self._rule.are_cut = list(drafted), []
         for row, (count, least) in enumerate(zip(drafted, self._rule.thresholds, strict=True)):
-            if count:
-                ends = (depth for depth in range(1, count + 1) if values[depth - 1][row] < least)
-                end = next(ends, count + 1)
-                self._lengths[row] += _LENGTH_STEP * (end - self._lengths[row])
-                counted[row] = min(end, count)
+            end = next((depth + 1 for depth in range(count) if values[depth][row] < least), None)
+            self._rule.are_cut.append(end is None)
+            counted[row] = end or count
+            whole = end or min(count + self._lengths[row], self._most)
+            self._lengths[row] += _LENGTH_STEP * (whole - self._lengths[row]) * (count > 0)
         self._rule.update(counted, list(map(min, accepted, counted)))
-        lowest = [min(of_rows) for depths in tops for of_rows in depths]
-        self.tops = lowest + self.tops[len(lowest) :]
+        for depth, of_rows in enumerate(tops[0] if tops else ()):
+            lowest = min(top for top, count in zip(of_rows, drafted, strict=True) if depth < count)
+            self.tops[depth : depth + 1] = [lowest]
 
 
 @register
@@ -302,7 +305,7 @@ class _Adapting(RunningBound):
             if not count:
                 continue
             rate = self._rates[row] = _RATE_MEMORY * self._rates[row] + (1 - _RATE_MEMORY) * kept / count
-            if rate <= self._target or count < self._max_draft:
+            if rate <= self._target or (count < self._max_draft and not self.are_cut[row]):
                 step = _STEP if rate <= self._target else -_STEP
                 thresholds[row] = min(max(thresholds[row] + (1 - _THRESHOLD_MEMORY) * step, 0.0), 1.0)
         self.thresholds = tuple(thresholds)

@@ -108,7 +108,7 @@ def verify(
     pick = choose_sampled if scorer.do_sample else choose_greedy
 
     def choose(row: int, node: int, children: list[int], candidates: list[int]) -> tuple[int, int | None]:
-        if accepted is not None and candidates:
+        if accepted is not None and candidates and node < len(accepted[row]):
             index = accepted[row][node]
             return (candidates[index], index) if index >= 0 else (instead[row][node], None)
         if tokens is not None:
@@ -197,22 +197,21 @@ def _greedy(logits: Logits, unlisted: list[torch.Tensor], along: Tops | None, nu
     return [*listed, *(logits.best_on_host() if best is None else best)]
 
 
-def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...] | None:
-    """What the full model chooses from scores ``[b, t + 1, v]``, ``None`` where not all drawn tokens are known."""
+def _chosen(scores: torch.Tensor, draft: Draft, do_sample: bool) -> tuple[torch.Tensor, ...]:
+    """What the full model chooses from scores ``[b, t + 1, v]``, see :func:`verify`."""
     if not do_sample:
         return (best_tokens(scores),)
     p = scores.softmax(-1)
-    if draft.q is None or not draft.size:
+    q = draft.tokens[:, :0] if draft.q is None else draft.q[:, : draft.size].to(p.device)
+    if not q.numel():
         return (draw(p),)
-    n, drafted = draft.q.shape[1], draft.tokens[..., None]  # nodes that have children, and those of a line
+    n, drafted = q.shape[1], draft.tokens[..., None]  # of n nodes the children were drawn, of others named
     if draft.parents is not None:
         children = [[draft.children(row, node) for node in range(n)] for row in range(len(p))]
-        most = max(map(len, chain.from_iterable(children)))
+        most = max(1, *map(len, chain.from_iterable(children)))
         places = upload([[[*at, *[0] * (most - len(at))] for at in of_row] for of_row in children], p.device)
         drafted = pad(draft.tokens, (1, 0), value=-1).to(p.device).gather(1, places.flatten(1)).view_as(places)
-    elif n < draft.size:
-        return None
-    return draw(p), *accept_drawn(p[:, :n], draft.q.to(p.device), drafted.to(p.device))
+    return draw(p), *accept_drawn(p[:, :n], q, drafted[:, :n].to(p.device))
 
 
 def choose_greedy(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | None) -> tuple[int, int | None]:
@@ -247,10 +246,9 @@ def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | N
         The token, and its index in ``drafted`` or ``None``.
     """
     p = scores.float().softmax(-1)
-    for index, token in enumerate([] if q is None else drafted):
-        assert q is not None
+    for index, token in enumerate(drafted):
         # A token that could not have been drawn is rejected, and so are those after it.
-        if not q[token] > 0.0:
+        if q is None or not q[token] > 0.0:
             break
         with drawing:
             uniform = torch.rand((), device=p.device, dtype=p.dtype)
@@ -267,13 +265,11 @@ def choose_sampled(scores: torch.Tensor, drafted: list[int], q: torch.Tensor | N
 
 
 def accept_drawn(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes the decisions of :func:`choose_sampled` at any number of positions at once.
-
-    Given ``p`` and ``q`` ``[..., v]`` and the drafted tokens ``[..., n]``, then -1, returns ``[...]`` the place of the
-    token that is accepted, -1 for none, and ``[...]`` tokens drawn in its place.
-    """
+    """Makes the decisions of :func:`choose_sampled` at many positions at once: given ``p``, ``q`` ``[..., v]`` and
+    drafted tokens ``[..., n]``, with -1 behind short lists, returns ``[...]`` the place of the one that is accepted, -1
+    for none, and ``[...]`` tokens drawn in their place."""
     index = torch.full_like(drafted[..., 0], -1)
-    could = torch.ones_like(index, dtype=torch.bool)
+    could = index < 0
     for place, token in enumerate(drafted.unbind(-1)):
         at_token = token.clamp(min=0)[..., None]
         p_token, q_token = p.gather(-1, at_token)[..., 0], q.gather(-1, at_token)[..., 0]

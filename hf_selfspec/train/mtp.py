@@ -44,7 +44,7 @@ class MtpFit(TrainedFit[MtpHead], command="mtp", function="fit_mtp"):
         state_layers: the layers whose states the head reads, see :class:`hf_selfspec.MtpHead`.
         start: ``"copy"`` of the model's last layer, or the MTP layers that are ``"shipped"`` with it (see
             :func:`hf_selfspec.load_mtp`), which then learn what the model itself answers. The attached ones stay as
-            they are; :meth:`SelfSpec.export_draft` writes tuned ones under the names of the model's checkpoint.
+            they are.
         block_size: tokens of a row.
 
     Returns:

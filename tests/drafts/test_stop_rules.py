@@ -97,23 +97,33 @@ def test_adaptive_threshold_by_hand() -> None:
 
 
 def test_a_gpu_is_asked_after_the_verification() -> None:
-    """By the hand calculation above the rule ends drafts with the fifth and the third token; the widths of a tree go by
-    the less sure row."""
-    rule = running(AdaptiveThreshold(ProductThreshold(0.6)))
-    late, told = LateBound(rule, 2, None), list[Any]()
-    rule.update = lambda *counts: told.append(counts)
-    for _ in range(30):
+    """By the hand calculation above the rule ends drafts with the fifth and the third token, and never where all are
+    sure; a row that has ended, whose logits are zeros, has no part in the widths of a tree."""
+    rule, told = running(ProductThreshold(0.6), 4), list[Any]()
+    late, rule.update = LateBound(rule, 9), lambda *counts: told.append(counts)
+
+    def drafts(rule: Any, late: LateBound, *tops: float, wanted: list[int]) -> list[int]:
         rule.begin()
-        lengths = late.begin([6, 6])
+        lengths, top = late.begin(wanted), torch.tensor(tops)
         for _ in range(max(lengths)):
-            top = torch.tensor([0.9, 0.8])
-            late.add(torch.stack([top, 1 - top], 1).log(), torch.zeros(2, 8), top)
+            late.add(torch.stack([top, 1 - top], 1).log(), torch.zeros(len(tops), 8), top)
         late.send()
-        late.update(lengths, [length - 1 for length in lengths])
-    assert (told[0], told[-1]) == (([4, 3], [3, 3]), ([5, 3], [4, 2]))
-    assert late.begin([6, 6]) == [5, 3]
-    assert late.begin([6, 2]) == [5, 2]
-    assert late.tops == pytest.approx([0.8] * 5)
+        late.update(lengths, lengths)
+        return lengths
+
+    found = [drafts(rule, late, 0.9, 0.8, 0.999, 0.5, wanted=[12, 12, 12, 0]) for _ in range(30)]
+    assert (found[0], found[-1]) == ([4, 4, 4, 0], [5, 3, 9, 0])
+    assert (told[0], told[-1]) == (([4, 3, 4, 0],) * 2, ([5, 3, 9, 0],) * 2)
+    assert late.tops == pytest.approx([0.8] * 3 + [0.9] * 2 + [0.999] * 4)
+    assert late.begin([2, 12, 12, 1]) == [2, 3, 9, 1]
+    fixed = running(FixedLength(6))
+    assert [drafts(fixed, LateBound(fixed, 6), 0.9, 0.8, wanted=[2, 8])] == [[2, 6]]
+    # What was right to the end of a draft that the rule would have let go on says nothing about its threshold.
+    rule = running(AdaptiveThreshold(ConfidenceThreshold(0.7)))
+    late = LateBound(rule, 6)
+    for _ in range(9):
+        drafts(rule, late, 0.9, 0.6, wanted=[6, 6])
+    assert rule.thresholds == pytest.approx((0.7, 0.691))
 
 
 def drafts_well() -> LlamaForCausalLM:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_selfspec import TopKTree
-from hf_selfspec.batch import Draft, Text
+from hf_selfspec.batch import Draft, Text, Verdict
 from hf_selfspec.drafts.scoring import Scorer
 from hf_selfspec.generate import walk
 from hf_selfspec.generate.output import Stopper
@@ -169,8 +171,10 @@ def trees(draw: Any) -> tuple[list[int], list[int]]:
 
 
 @quick(80)
-@given(tree=trees(), seed=st.integers(0, 999))
-def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], list[int]], seed: int) -> None:
+@given(tree=trees(), seed=st.integers(0, 999), drawn=st.integers(0, 10))
+def test_a_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], list[int]], seed: int, drawn: int) -> None:
+    """Greedy, and sampling where only one token has a probability, children of some nodes were drawn, and others named;
+    on a CPU, and as on a GPU."""
     parents, tokens = tree
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, len(tokens) + 1, 12, generator=generator)
@@ -179,11 +183,17 @@ def test_a_greedy_walk_is_the_longest_path_that_agrees(tree: tuple[list[int], li
             logits[0, parents[node - 1], token] = 9.0 + node
     text = Text.of(torch.zeros(1, 3, dtype=torch.long), [0], 20)
     draft = Draft(torch.tensor([tokens]), [len(tokens)], [parents])
+    sharp = torch.full_like(logits, -torch.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
     stopper = Stopper(StoppingCriteriaList())
-    (verdict,) = verify(text, draft, Logits(logits), Scorer(LogitsProcessorList(), 1, False), stopper, [False], None)
+    uniform, found = replace(draft, q=torch.full((1, drawn, 12), 1 / 12)), list[Verdict]()
+    for given_draft, one_by_one in ((draft, "cpu"), (uniform, "cpu"), (uniform, "none")):
+        scorer = Scorer(LogitsProcessorList(), 1, do_sample=given_draft is uniform)
+        with patch.object(walk, "_ONE_BY_ONE", one_by_one):
+            found += verify(text, given_draft, Logits(sharp), scorer, stopper, [False], None)
     node, expected, path = 0, [], []
     while node >= 0:
         expected.append(int(logits[0, node].argmax()))
         node = next((n for n, t in enumerate(tokens, start=1) if parents[n - 1] == node and t == expected[-1]), -1)
         path.append(node)
-    assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])
+    for verdict in found:
+        assert (verdict.tokens, verdict.nodes, verdict.sources) == (expected, path, [0, *path[:-1]])

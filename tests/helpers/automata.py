@@ -39,6 +39,14 @@ class Expecting(Automaton):
         return allowed[0] if len(allowed) < 4 else None
 
 
+class Ending(Automaton):
+    """Nothing may be asked after token 7."""
+
+    def advance(self, token: int) -> None:
+        super().advance(token)
+        self.states[-1] = len(self.table) if token == 7 else self.states[-1]
+
+
 class Own(LogitsProcessor):
     """A processor of a user, with an automaton for each row."""
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from helpers import leaves
 from helpers.architectures import STATEFUL, build
-from helpers.automata import Own
+from helpers.automata import Ending, Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
 from helpers.fitted import heads_of, peagle_of
@@ -64,6 +64,7 @@ def _block(name: str, model: PreTrainedModel | None = None) -> BlockHead:
 SPECS: dict[str, Callable[[], SelfSpec]] = {
     "fixed": lambda: SelfSpec(_EXIT, _THREE),
     "rule": lambda: SelfSpec(_EXIT, _SURE, max_draft=3),
+    "unsure": lambda: SelfSpec(_EXIT, ConfidenceThreshold(0.999)),
     "tree": lambda: SelfSpec(_EXIT, _THREE, TopKTree()),
     "quantized": SelfSpec.quantized,
     "kangaroo": lambda: SelfSpec.kangaroo(Adapter(2, 64, 4)),
@@ -93,6 +94,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
     "grammar": {"logits_processor": Own},
+    "ending": {"logits_processor": lambda table: Own(table, Ending), "eos_token_id": 7},
 }
 
 
@@ -179,7 +181,7 @@ def measure(
             with ThreadPoolExecutor(max(threads, 1)) as pool:
                 are_same += pool.map(in_thread, [call] * threads) if threads else [is_plain(call)]
             made.append(model_graphs.graphs_of(model).count)
-    replays, rounds, reads = counts.launches["graph"], seen["rounds"], counts.reads.total()
+    replays, rounds, reads = counts.launches["graph"], seen["rounds"] or 1, counts.reads.total()
     return {
         "same": all(are_same),
         "rounds": rounds,
@@ -188,7 +190,7 @@ def measure(
         "transfers": (reads + counts.uploads.total()) / rounds,
         "plans": counts.plans,
         "blocking": sum(count for name, count in counts.uploads.items() if "blocking" in name),
-        "replays": replays / seen["forwards"],
+        "replays": replays / (seen["forwards"] or 1),
         "launches": (counts.launches.total() - replays) / rounds,
         "graphs": made[-1],
         "first": made[0],  # graphs of the first call

@@ -26,6 +26,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("fixed", "greedy", 1): (0, 2),
     ("fixed", "eos", 1): (0, 2),
     ("rule", "eos", 4): (0, 3),
+    ("unsure", "greedy", 1): (0, 2),
     ("probe", "greedy", 1): (0, 2),
     ("adaptive", "drawn", 4): (0, 2),
     ("kangaroo", "greedy", 1): (0, 2),
@@ -39,8 +40,8 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("block beside", "drawn", 4): (0, 5),  # which is cut
     ("peagle", "eos", 4): (0, 8),
 }
-# Whatever they need, they run there; spread over two devices, too.
-FEW = [("tree", "greedy", 3, "two devices"), ("window", "eos", 3)]
+# Whatever they need, they run there; spread over two devices, too, and where grammars must not be asked after an end.
+FEW = [("tree", "greedy", 3, "two devices"), ("window", "eos", 3), ("fixed", "ending", 1), ("lookup", "ending", 1)]
 DRAFTS = (
     "fixed", "rule", "tree", "skips", "lookup", "default", "layerskip", "swift", "search", "adapter", "probe",
     "heads", "reduced", "cascade", "block", "peagle", "window", "block beside",
@@ -97,6 +98,7 @@ def test_what_a_round_needs(measures: dict[tuple[Any, ...], Any]) -> None:
             # What judges, what ends drafts and what free drafts learn from is there at once, and a streamer gets what
             # the host knows already.
             assert found["waits"] == 1, case
+    assert measures["unsure", "greedy", 1]["steps"] < 3 < measures["adaptive", "drawn", 4]["steps"] + 1
 
 
 def check_warm(case: tuple[Any, ...], found: dict[str, Any]) -> None:

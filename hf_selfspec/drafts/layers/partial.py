@@ -30,13 +30,13 @@ class PlanDrafter(Drafter):
         self.plan, self.head = plan, head
         assert session.stop is not None
         self._rule = start(session.stop, session.num_rows, session.longest, session.memory)
-        is_fixed = type(session.stop) is FixedLength
+        is_fixed, on_gpu = type(session.stop) is FixedLength, self.target.device.type != "cpu"
         self.whole = session.longest if self.in_one_forward and is_fixed else 0
         # A GPU's host does not wait for each token: the full model rejects junk, and what follows an end.
-        on_gpu = self.target.device.type != "cpu"
-        self._is_blind, self._late, asks = on_gpu and is_fixed, None, session.tree is not None or not is_fixed
+        self._is_blind = on_gpu and is_fixed and (self.scorer.at_once or not session.eos_tokens)
+        self._late, asks = None, session.tree is not None or not is_fixed
         if on_gpu and asks and isinstance(self._rule, RunningBound) and self.scorer.prefix_free:
-            self._late = LateBound(self._rule, session.num_rows, session.longest if is_fixed else None)
+            self._late = LateBound(self._rule, session.longest)
         self._accepted = list[int]()  # tokens of each line of the last draft
         # A verification usually takes the line and siblings of an unsure draft's last token.
         siblings = 1 if session.tree is None else min(session.tree.most, session.vocabulary)
@@ -118,12 +118,13 @@ class PlanDrafter(Drafter):
         state: torch.Tensor,
     ) -> None:
         """Finds with one read which of the tokens ``[b]`` count, and which drafts end with them."""
-        state = state.to(logits.device)
         if self._late is not None:
-            self._late.add(logits, state, *([] if self.session.tree is None else [logits.softmax(-1).amax(-1)]))
+            self._late.add(
+                logits, state.to(logits.device), *([] if self.session.tree is None else [logits.softmax(-1).amax(-1)])
+            )
         if self._late is not None or self._is_blind:
             return grown.close_rows([False] * len(tokens))
-        rule, eos = self._rule, self.session.eos_tokens
+        rule, state, eos = self._rule, state.to(logits.device), self.session.eos_tokens
         bound = rule if isinstance(rule, RunningBound) else None
         decided = bound.values(logits, state) if bound is not None else self._asked(text, grown.depth, logits, state)
         highest = [] if bound is not None and self.scorer.prefix_free else [scores.amax(-1)]
