@@ -289,6 +289,8 @@ MODELS = (
 def test_every_call_of_every_model(name: str, call: str) -> None:
     if (name, call) == ("bamba", "embedded"):
         pytest.skip("plain generate refuses its embeddings, too")
+    if name in ("qwen3_next", "bamba") and call == "chat, rows end":
+        pytest.skip("recurrent states have taken in padding, so plain generate's second turn is not that of the text")
     model, methods = model_of(name), [method for method in SPECS if is_possible(name, method)]
     check(model, SPECS[methods[(8 * MODELS.index(name) + list(CALLS).index(call)) % len(methods)]](model), call)
 
