@@ -171,7 +171,7 @@ def test_what_fails_in_captures_ends_no_call(failure: str, monkeypatch: pytest.M
     monkeypatch.setattr(owner, name, how(getattr(owner, name)))
     with pytest.warns(UserWarning, match="LlamaForCausalLM runs some forwards without graphs, since torch could not"):
         same_ids(model, spec, new=24)
-    assert graphs_of(model).count == (failure == "number")  # that of a forward without logits
+    assert not graphs_of(model).count
 
 
 def test_hooks_run() -> None:

@@ -38,7 +38,7 @@ _model = cache(build)
 
 
 @pytest.mark.every_run("(gemma4|qwen2_5_vl|voxtral)-ragged|qwen3_5-one")
-@pytest.mark.filterwarnings("ignore:.* cannot take rows:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* cannot take (rows|a tree mask):UserWarning")
 @pytest.mark.parametrize("rows", [*ROWS, "text", "texts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generate(name: str, rows: str) -> None:
