@@ -119,9 +119,8 @@ class PlanDrafter(Drafter):
     ) -> None:
         """Finds with one read which of the tokens ``[b]`` count, and which drafts end with them."""
         if self._late is not None:
-            self._late.add(
-                logits, state.to(logits.device), *([] if self.session.tree is None else [logits.softmax(-1).amax(-1)])
-            )
+            top = [] if self.session.tree is None else [logits.softmax(-1).amax(-1)]
+            self._late.add(logits, state.to(logits.device), *top)
         if self._late is not None or self._is_blind:
             return grown.close_rows([False] * len(tokens))
         rule, state, eos = self._rule, state.to(logits.device), self.session.eos_tokens
