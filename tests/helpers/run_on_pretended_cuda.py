@@ -21,7 +21,7 @@ from helpers.architectures import STATEFUL, build
 from helpers.automata import Ending, Own
 from helpers.blocks import CONFIGS, block_of
 from helpers.calls import PAST
-from helpers.fitted import heads_of, peagle_of
+from helpers.fitted import heads_of, mtp_of, peagle_of
 from helpers.models import VOCABULARY, tiny_llama
 from helpers.pretend_cuda import Graph, Pretended, counts, here, move, pretended, spread
 from hf_selfspec import (
@@ -83,6 +83,7 @@ SPECS: dict[str, Callable[[], SelfSpec]] = {
     "cascade": lambda: SelfSpec(Cascade([_EXIT, Lookup()])),
     "block": lambda: SelfSpec(Block(_block("dspark gated"))),
     "peagle": lambda: SelfSpec(MTP(peagle_of(tiny_llama(layers=4, factor=0.1)))),
+    "mtp": lambda: SelfSpec(MTP(mtp_of(tiny_llama(layers=4, factor=0.1)))),
     "window": lambda: SelfSpec(Block(_block("dflash window")), FixedLength(4)),
     "block beside": lambda: SelfSpec(Cascade([Lookup(), Block(_block("dspark"))])),
 }

@@ -38,6 +38,7 @@ BOUNDS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("lookup", "grammar", 4): (0, 5),  # with the masks of all nodes
     ("block", "drawn", 4): (0, 4),
     ("block beside", "drawn", 4): (0, 5),  # which is cut
+    ("mtp", "eos", 4): (0, 8),
     ("peagle", "eos", 4): (0, 8),
 }
 # Whatever they need, they run there; spread over two devices, too, and where grammars must not be asked after an end.
